@@ -463,6 +463,7 @@ class Engine:
         *,
         version: int | None = None,
         stale_drafts: StaleDrafts = "off",
+        draft_weights: WeightSource | None = None,
     ) -> None:
         """Put other values into the weights, in place: graphs and addresses stay as they are.
 
@@ -472,14 +473,15 @@ class Engine:
                 with one `version`. Or the directory of a whole checkpoint of the same model
         version  the new `weight_version`, such as a trainer's step; calls with the same number are
                 pieces of one update. None: one more than before
+        draft_weights  the same as `source`, of a drafter with a checkpoint of its own (`Eagle3`,
+                `DFlash`, `DraftModel`). With no tensors in `source`, the version stays
         stale_drafts  what becomes of drafts whose weights stay older than the model's: "off", no
                 more drafts are fed, or "keep". A warning says so
 
         Values are cast, fused, rounded (`quantize`) and split over ranks as they were at opening.
         What is rounded together comes together: q, k and v, or gate and up. Tensors that the
         checkpoint has and the engine does not use are left out; draft modules of the checkpoint are
-        updated, and drafters with a checkpoint of their own are not. The scales of an fp8 KV cache
-        stay.
+        updated with them. The scales of an fp8 KV cache stay.
 
         KV of the older weights is dropped: cached prefixes are forgotten, and sessions keep their
         tokens and are `evicted`, so that their next turn prefills them. Snapshots of the older
@@ -489,7 +491,7 @@ class Engine:
         cannot be taken, or that hold a NaN or an infinite number: then nothing is changed. An error
         while values are written breaks the engine.
         """
-        update_weights(self.core, self._loaded, source, version, stale_drafts)
+        update_weights(self.core, self._loaded, source, version, stale_drafts, draft_weights)
 
     @property
     def cache(self) -> torch.Tensor:

@@ -103,11 +103,13 @@ class UpdateWeights(NamedTuple):
     """Fill the weights with the tensors of the checkpoint in this folder.
 
     temporary  whether the driver has made the folder for this update
+    drafts     whether they are of a drafter with a checkpoint of its own
     given      the tensors, where they need not be read
     """
 
     folder: str
     temporary: bool
+    drafts: bool
     given: GivenTensors | None = None
 
 

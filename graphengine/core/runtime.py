@@ -53,6 +53,7 @@ from graphengine.opening.allocation import (
     swap_blocks,
 )
 from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.draft_updating import load_drafts
 from graphengine.opening.records import RecordMemory
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
@@ -127,7 +128,7 @@ class Runtime(SlotOperations, Waits):
         self._copies = self._watched = held.stream
         self._has_scales = memory.kv_dtype == FP8_KV
         self.launched, self.data_room = 0, memory.load_bytes
-        self._updated = ""
+        self._updated = self._updated_drafts = ""
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
@@ -265,7 +266,8 @@ class Runtime(SlotOperations, Waits):
         drafter, updated = self.program.drafter, self._updated
         if updated and drafter.weights is not None and drafter.own_checkpoint is None:
             return updated, updated
-        return updated or self._model_fingerprint(), self._drafter_fingerprint()
+        drafts = self._updated_drafts or self._drafter_fingerprint()
+        return updated or self._model_fingerprint(), drafts
 
     def _model_fingerprint(self) -> str:
         """Fingerprint of the weights that were loaded when the engine was opened."""
@@ -281,18 +283,35 @@ class Runtime(SlotOperations, Waits):
         before = "" if whole else self._updated or self._model_fingerprint()
         self._updated = updated_fingerprint(before, loaded.whole, values)
 
+    def note_draft_update(self, given: GivenTensors) -> None:
+        """Change the drafter's fingerprint, for an `update_drafts` with the same argument."""
+        before = self._updated_drafts or self._drafter_fingerprint()
+        self._updated_drafts = updated_fingerprint(before, given.config, given.values)
+
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill weights with these values in place, and refresh what was derived from them.
 
         No replay may be in flight. It waits until the weights are filled, and before that for the
         work of the caller's stream on the values.
         """
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with self.on_stream(), torch.no_grad():
+
+        def fill() -> None:
             loaded.load(given)
             self.model.refresh()
             self.program.drafter.refresh()
+
+        self._fill(fill)
+
+    def update_drafts(self, given: GivenTensors) -> None:
+        """Fill the weights of a drafter with a checkpoint of its own, like `update_weights`."""
+        self._fill(partial(load_drafts, self.program.drafter, given))
+
+    def _fill(self, fill: Callable[[], object]) -> None:
+        """Write weights on the stream, after the caller's stream, and wait until it is done."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.on_stream(), torch.no_grad():
+            fill()
         self.synchronize()
         if self.stream is not None:
             # Free the temporary memory of the update, which is not in the budget.

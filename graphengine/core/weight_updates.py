@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
 from graphengine.observe.tracing import span
+from graphengine.opening.draft_updating import checked_drafts
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import is_int, shown, some
 
@@ -27,6 +28,7 @@ def update_weights(
     source: WeightSource,
     version: int | None,
     stale_drafts: StaleDrafts,
+    draft_weights: WeightSource | None = None,
 ) -> None:
     """Implements `Engine.update_weights`."""
     core.settle("update_weights")
@@ -40,19 +42,29 @@ def update_weights(
         given = loaded.read(source, core.config)
     else:
         given = loaded.checked(source)
-    if not given.values:
+    drafts = None if draft_weights is None else checked_drafts(core.drafter, draft_weights)
+    if not given.values and not (drafts and drafts.values):
         return  # Nothing is outdated.
-    core.runtime.note_update(loaded, given)
+    if given.values:
+        core.runtime.note_update(loaded, given)
+    if drafts is not None:
+        core.runtime.note_draft_update(drafts)
     core.forget_kept()
     try:
         with span("update weights"):
-            core.runtime.update_weights(loaded, given)
+            if given.values:
+                core.runtime.update_weights(loaded, given)
+            if drafts is not None:
+                core.runtime.update_drafts(drafts)
     except BaseException as error:
         core.broken = f"{type(error).__name__}: {error}, while weights were updated"
         raise
     core.counters["weights/updates"] += 1
     state = core.weights
+    if version is None and not given.values:
+        version = state.version  # The model is as it was.
     state.updated(given.values.keys(), None if version is None else int(version))
+    state.given_drafts.update(() if drafts is None else drafts.values)
     core.intake.weight_version = state.version
     state.stale_drafts = _stale_drafts(core, loaded)
     if state.drafts_off:
@@ -67,10 +79,13 @@ def update_weights(
 
 def _stale_drafts(core: EngineCore, loaded: LoadedWeights) -> str | None:
     """Why the drafter's weights are older than the model's; None if they are not."""
-    drafter = core.drafter
+    drafter, state = core.drafter, core.weights
     if drafter.own_checkpoint is not None:
-        return f"the drafter of {drafter.own_checkpoint.path} keeps its weights"
-    missing = sorted(set(loaded.drafted) - core.weights.given)
+        missing = sorted(drafter.own_destinations().keys() - state.given_drafts)
+        if len(missing) == len(drafter.own_destinations()):
+            return f"the drafter of {drafter.own_checkpoint.path} keeps its weights"
+    else:
+        missing = sorted(set(loaded.drafted) - state.given)
     if not missing:
         return None
     return f"{len(missing)} tensors of the drafter were not in the update, {some(missing)}"

@@ -15,7 +15,7 @@ bucket, H hidden, K drafts, B blocks of the pool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -279,6 +279,15 @@ class Drafter(ABC):
     def linears(self) -> list[StoredLinear]:
         """Its linear weights that are read from the target's checkpoint, once allocated."""
         return []
+
+    def own_destinations(self) -> Destinations:
+        """Where the tensors of its `own_checkpoint` go, once it is allocated."""
+        return {}
+
+    def filled(self, names: Collection[str]) -> None:  # noqa: B027
+        """Recompute in place what was made from these tensors of `own_checkpoint`, which have been
+        loaded again. Queued on the current stream.
+        """
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:  # noqa: B027
         """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D], with the

@@ -11,6 +11,7 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K draft
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -107,6 +108,12 @@ class DraftModelDrafter(Drafter):
         if device.type != "meta":
             load_weights(own, destinations(own, self.weights), self.weights.linears(), name)
         return {}
+
+    def own_destinations(self) -> Destinations:
+        return destinations(self.own_checkpoint, self.weights)
+
+    def filled(self, names: Collection[str]) -> None:
+        self._model.refresh()
 
     @staticmethod
     def lanes_of(rows: int) -> int:

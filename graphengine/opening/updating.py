@@ -20,7 +20,7 @@ from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
 from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.checkpoints.stored import load_weights, read_model, with_state_dtype
-from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES
+from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, TensorInfo
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
@@ -60,7 +60,7 @@ class LoadedWeights:
         """
         checkpoint = Checkpoint.open(path)
         for each in (self.checkpoint, checkpoint):
-            _check_plain(each)
+            check_plain(each)
         found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
         _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
         values = checkpoint.uncut().mapped()
@@ -92,16 +92,17 @@ class LoadedWeights:
 
         ValueError, with the name and both values, says what is wrong. Nothing is changed.
         """
-        _check_plain(self.checkpoint)
-        values = self._known(_named(tensors))
+        check_plain(self.checkpoint)
+        values = self._known(named_tensors(tensors))
         for name, value in values.items():
-            self._check_value(name, value)
+            known = name if name in self.checkpoint.tensors else self._other_of_tied(name)
+            check_value(name, value, self.checkpoint.tensors[known].stored)
         values = self._untied(values)
         for linear in self._made_of(values, self.all_packed):
             self._check_parts(linear, values)
         if not finite:
             names = self._in_use(values)
-            _check_finite({name: value for name, value in values.items() if name in names})
+            check_finite({name: value for name, value in values.items() if name in names})
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:
@@ -164,21 +165,6 @@ class LoadedWeights:
             )
         return values
 
-    def _check_value(self, name: str, value: Tensor) -> None:
-        tensors = self.checkpoint.tensors
-        stored = tensors[name if name in tensors else self._other_of_tied(name)].stored
-        # Tables that are not weights are left out later.
-        if value.dtype not in (*WEIGHT_DTYPES, stored.dtype):
-            dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
-            raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
-        if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
-            raise ValueError(
-                f"{name} is a {type(value).__name__} with layout {value.layout} on {value.device}: "
-                f"weights are whole, dense tensors (of a DTensor its full_tensor())"
-            )
-        if tuple(value.shape) != stored.shape:
-            raise ValueError(f"{name} has shape {[*value.shape]}, not {[*stored.shape]}")
-
     def _other_of_tied(self, name: str) -> str:
         return self._embedding if name == _HEAD else _HEAD
 
@@ -211,7 +197,9 @@ class LoadedWeights:
             )
 
 
-def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def named_tensors(
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> dict[str, Tensor]:
     """The tensors by name. ValueError for anything else, and for a name that comes twice."""
     if not isinstance(tensors, Iterable):
         raise ValueError(
@@ -237,7 +225,22 @@ def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict
     return named
 
 
-def _check_finite(values: Mapping[str, Tensor]) -> None:
+def check_value(name: str, value: Tensor, stored: TensorInfo) -> None:
+    """ValueError unless the tensor can take the place of the one that a checkpoint has stored."""
+    # Tables that are not weights are left out later.
+    if value.dtype not in (*WEIGHT_DTYPES, stored.dtype):
+        dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
+        raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
+    if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
+        raise ValueError(
+            f"{name} is a {type(value).__name__} with layout {value.layout} on {value.device}: "
+            f"weights are whole, dense tensors (of a DTensor its full_tensor())"
+        )
+    if tuple(value.shape) != stored.shape:
+        raise ValueError(f"{name} has shape {[*value.shape]}, not {[*stored.shape]}")
+
+
+def check_finite(values: Mapping[str, Tensor]) -> None:
     """ValueError, with names and counts, for tensors with a NaN or an infinite number.
 
     One reduction per tensor, on its device, and one copy to the host per device.
@@ -263,7 +266,7 @@ def _check_finite(values: Mapping[str, Tensor]) -> None:
         )
 
 
-def _check_plain(checkpoint: Checkpoint) -> None:
+def check_plain(checkpoint: Checkpoint) -> None:
     """ValueError for a checkpoint with weights of 8 or 4 bits."""
     quantisation = quantisation_of(checkpoint)
     if quantisation is not None:

@@ -140,8 +140,15 @@ class DriverRuntime(WatchedWaits, RankRuntime):
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill the weights of all ranks, each with its part of the values."""
+        self._update(given, drafts=False)
+
+    def update_drafts(self, given: GivenTensors) -> None:
+        """Fill the weights of the drafter on all ranks that have a part of it."""
+        self._update(given, drafts=True)
+
+    def _update(self, given: GivenTensors, *, drafts: bool) -> None:
         with as_checkpoint(given) as folder, self.ranks.explained():
-            self.run(UpdateWeights(os.fspath(folder), given.folder is None, given))
+            self.run(UpdateWeights(os.fspath(folder), given.folder is None, drafts, given))
             self.ranks.wait_until_updated(given.nbytes)
 
     def digests(self) -> list[str]:

@@ -22,6 +22,7 @@ from graphengine.core.commands import (
 )
 from graphengine.core.runtime import Operation, Runtime
 from graphengine.opening.calibration import calibrate
+from graphengine.opening.draft_updating import drafts_in_folder
 from graphengine.opening.loading import Found, Opened
 from graphengine.opening.records import RecordMemory
 from graphengine.parallel.process_groups import ProcessGroups
@@ -95,11 +96,18 @@ class RankRuntime(Runtime):
     def _update_weights(self, command: UpdateWeights) -> None:
         folder = Path(command.folder)
         self.temporary = folder if command.temporary else None
-        given = command.given
-        if given is None:
+        given, drafter = command.given, self.program.drafter
+        if command.drafts and drafter.own_checkpoint is None:
+            return  # The drafter is on the last stage alone.
+        if given is None and command.drafts:
+            given = drafts_in_folder(drafter, folder)
+        elif given is None:
             given = self._loaded.in_folder(folder)
         self.synchronize()
-        Runtime.update_weights(self, self._loaded, given)
+        if command.drafts:
+            Runtime.update_drafts(self, given)
+        else:
+            Runtime.update_weights(self, self._loaded, given)
 
     def _digest_state(self, command: DigestState) -> str:
         """SHA-256 of every device-owned field that is equal on all ranks, in hexadecimal digits."""

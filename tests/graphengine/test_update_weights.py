@@ -41,7 +41,7 @@ from graphengine.models.quantised.writer import write_quantised
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.ranks import RankFailed, Ranks
-from graphengine.speculative import MTP, Eagle3
+from graphengine.speculative import MTP, DraftModel, Eagle3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]
@@ -203,6 +203,109 @@ def test_a_head_with_a_checkpoint_of_its_own_stays(tmp_path: Path) -> None:
         assert all(map(torch.equal, weights.tensors(), before))
 
 
+def assert_updates_drafts(
+    paths: tuple[Path, Path], drafts: tuple[Path, Path], mode: Any, **options: Any
+) -> None:
+    """Target and drafter get the second weights; drafts are accepted as often as when opened."""
+    with open_engine(paths[1], speculative=mode(drafts[1]), **options) as engine:
+        expected, accepted = said(engine), engine.acceptance.accepted
+        proposed = engine.acceptance.proposed
+    with open_engine(paths[0], speculative=mode(drafts[0]), **options) as engine:
+        said(engine)
+        engine.update_weights(paths[1])
+        assert engine.core.weights.drafts_off
+        engine.update_weights({}, draft_weights=tensors_of(drafts[1]))
+        assert engine.weight_version == 1 and not engine.core.weights.drafts_off
+        before = engine.acceptance.accepted, engine.acceptance.proposed
+        assert said(engine) == expected
+        found = engine.acceptance.accepted - before[0], engine.acceptance.proposed - before[1]
+        assert found == (accepted, proposed)
+        # Pieces of one version, then a folder.
+        names = iter(tensors_of(drafts[0]).items())
+        engine.update_weights(paths[0], version=5, draft_weights=[next(names)])
+        assert engine.core.weights.drafts_off
+        engine.update_weights({}, version=5, draft_weights=names)
+        assert not engine.core.weights.drafts_off
+        engine.update_weights(paths[1], draft_weights=drafts[1])
+        assert said(engine) == expected and not engine.core.weights.drafts_off
+
+
+def target_and_head(folder: Path, seed: int) -> tuple[Path, Path]:
+    """A target and a head of Eagle3 with a draft vocabulary, of random weights."""
+    torch.manual_seed(seed)
+    target = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 8}))
+    target.save_pretrained(folder / f"target{seed}")
+    shape = Shape()
+    embedding = target.get_input_embeddings().weight.detach()
+    tensors = head_tensors(shape, embedding, target.lm_head.weight.detach())
+    head = write_head(folder / f"head{seed}", head_config(shape, embedding), tensors)
+    return folder / f"target{seed}", head
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_head_is_updated_with_its_target(tmp_path: Path, ranks: int) -> None:
+    (path, head), (other, newer) = (target_and_head(tmp_path, seed) for seed in (1, 2))
+    if ranks > 1:
+        with (
+            open_engine(other, speculative=Eagle3(newer, 2), tensor_parallel=2) as opened,
+            open_engine(path, speculative=Eagle3(head, 2), tensor_parallel=2) as engine,
+        ):
+            expected = said(opened)
+            engine.update_weights(other, draft_weights=tensors_of(newer))
+            assert_equal_tokens(said(engine), expected)
+            assert engine.acceptance.accepted == opened.acceptance.accepted
+            assert_equal_ranks(engine)
+        return
+    assert_updates_drafts((path, other), (head, newer), lambda found: Eagle3(found, 2))
+
+
+def test_a_draft_model_is_updated_with_its_target(
+    checkpoints: dict[str, Any], tmp_path: Path
+) -> None:
+    path = checkpoints["llama-biases"].path
+    other = other_weights(path, tmp_path / "other")
+    drafts = (
+        other_weights(path, tmp_path / "drafts", seed=3),
+        other_weights(path, tmp_path / "newer", seed=4),
+    )
+    assert_updates_drafts((path, other), drafts, lambda found: DraftModel(found, 2))
+
+
+def test_wrong_draft_weights_change_nothing(checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    path, head = target_and_head(tmp_path, 1)
+    with (
+        open_engine(path) as engine,
+        pytest.raises(ValueError, match="a drafter with a checkpoint"),
+    ):
+        engine.update_weights({}, draft_weights={})
+    with open_engine(path, speculative=Eagle3(head, 2)) as engine:
+        before = [tensor.clone() for tensor in held(engine)]
+        given = tensors_of(head)
+        name = next(name for name, each in given.items() if each.dim() == 2)
+        rows, columns = given[name].shape
+        cases: list[tuple[Any, str]] = [
+            (
+                {"x": given[name]},
+                "1 of 1 draft tensors are not in .*, which the drafter was op.*: x$",
+            ),
+            ({name: given[name][1:]}, rf"{name} has shape \[{rows - 1}, {columns}\], not"),
+            (
+                {name: spoiled(given[name], torch.nan, 2)},
+                rf"1 of 1 tensors have a NaN .*{name} \(2",
+            ),
+            (3, "takes tensors by their names"),
+            (path, "lacks .* tensors of the drafter that are in use"),
+        ]
+        if "d2t" in given:
+            cases.append(
+                ({"d2t": given["d2t"] + 1}, "d2t differs from .*: an update cannot change")
+            )
+        for wrong, message in cases:
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(path, draft_weights=wrong)
+            assert all(map(torch.equal, held(engine), before)) and engine.weight_version == 0
+
+
 def test_stale_drafts_are_off_until_they_are_updated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,7 +432,7 @@ def test_values_without_room_say_how_many_bytes_they_have(
 
 
 def send_elsewhere(ranks: Ranks) -> None:
-    ranks.send(UpdateWeights("/nowhere", temporary=False))
+    ranks.send(UpdateWeights("/nowhere", temporary=False, drafts=False))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,9 @@ class BlockDrafter(Drafter):
         self.own_checkpoint.load(self.weights.named())
         return {}
 
+    def own_destinations(self) -> Destinations:
+        return self.weights.named() if self.own_checkpoint is not None else {}
+
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         config, weights, target = self.config, self.weights, setting.model.weights
         own = weights.embedding

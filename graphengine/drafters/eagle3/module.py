@@ -8,6 +8,7 @@ Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -116,11 +117,20 @@ class Eagle3Module(DraftModules):
         self.weights = allocate_eagle3_weights(self.config, device=str(device), dtype=dtype)
         if self.own_checkpoint is None:
             return self.weights.named()
-        self.own_checkpoint.load(self.weights.named())
-        head, order = self.weights.lm_head, self._order
-        if head is not None and order is not None:
-            head.copy_(head.index_select(0, order.to(head.device)))
+        named = self.weights.named()
+        self.own_checkpoint.load(named)
+        self.filled(named.keys())
         return {}
+
+    def filled(self, names: Collection[str]) -> None:
+        """Put the rows of lm_head, if it is among these tensors, into the order of their tokens."""
+        head, order = self.weights.lm_head, self._order
+        if (
+            head is not None
+            and order is not None
+            and f"{self.config.names.lm_head}.weight" in names
+        ):
+            head.copy_(head.index_select(0, order.to(head.device)))
 
     def whole_weights(self, dtype: torch.dtype) -> Eagle3Weights | None:
         if self._order is not None:

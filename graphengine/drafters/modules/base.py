@@ -10,7 +10,7 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -112,6 +112,9 @@ class DraftModules(ABC):
     """Whether the first module reads what the target's final norm leaves."""
     reads_streams: bool = False
     """Whether the first module reads the target's residual stream after some layers."""
+
+    def filled(self, names: Collection[str]) -> None:  # noqa: B027
+        """See `Drafter.filled`."""
 
     @property
     @abstractmethod
@@ -314,6 +317,12 @@ class ModuleDrafter(Drafter):
         self.streams, self.step_streams = opened.streams, opened.step_streams
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]
+
+    def own_destinations(self) -> Destinations:
+        return self.modules.weights.named() if self.own_checkpoint is not None else {}
+
+    def filled(self, names: Collection[str]) -> None:
+        self.modules.filled(names)
 
     def refresh(self) -> None:
         self._opened.refresh()

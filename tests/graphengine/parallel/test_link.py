@@ -99,7 +99,7 @@ def test_a_rank_executes_every_command() -> None:
 def test_values_of_the_driver_do_not_travel() -> None:
     codec, nothing = CommandCodec(GRAPHS), None
     tensors: Any = object()
-    for command in (WriteStates(3, tensors), UpdateWeights("/there", True, tensors)):
+    for command in (WriteStates(3, tensors), UpdateWeights("/there", True, False, tensors)):
         assert codec.decode(codec.encode(command)) == (*command[:-1], nothing)
 
 
