@@ -26,7 +26,8 @@ from graphengine.config import EngineConfig
 from graphengine.core.recorded_rows import record_rows
 from graphengine.engine import Engine
 from graphengine.kernels.core.op import own_kernels
-from graphengine.models.checkpoints.checkpoint import Checkpoint, find_local
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.finding import find_local
 from graphengine.observe.environment import triton_version
 from graphengine.observe.op_table import Misaligned, OpRow, align
 from graphengine.testing.snapshots.golden import file_name

@@ -37,7 +37,8 @@ from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.checkpoints.checkpoint import DEMO, Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.finding import DEMO
 from graphengine.models.contract import (
     WHOLE,
     DecodeLaunch,

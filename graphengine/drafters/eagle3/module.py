@@ -40,7 +40,8 @@ from graphengine.kernels.draft.draft import Fusion, combine_hidden
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.checkpoints.checkpoint import DEMO, Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.finding import DEMO
 from graphengine.models.contract import WHOLE, DecodeLaunch, ModelConfig, Share
 from graphengine.models.linears import LinearPlans, Linears, in_formats
 from graphengine.models.quantised.schemes import HEAD

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,15 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoints.bitsandbytes_tensors import (
     FourBits,
     four_bit_weights,
     log_four_bits,
     without_parts,
 )
+from graphengine.models.checkpoints.finding import ADAPTER, find_directory, gguf_of, told_instead
 from graphengine.models.checkpoints.fused_heads import parts_of, read_names
-from graphengine.models.checkpoints.gguf_file import is_gguf, one_gguf
+from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.models.checkpoints.gguf_tensors import log_widened, open_gguf, read_gguf_model
 from graphengine.models.checkpoints.json_files import read_json_object
 from graphengine.models.checkpoints.random_values import random_values
@@ -41,22 +40,12 @@ from graphengine.models.checkpoints.tensor_files import (
     find_tensors,
     read_header,
 )
-from graphengine.options.checks import INT32_MAX, is_int, shown, some
+from graphengine.options.checks import INT32_MAX, is_int, some
 from graphengine.options.devices import DTYPES
-from graphengine.paths import expand_user
 
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Sequence[Tensor]]
 
-DEMO = "demo"
-"""Name of the packaged model wherever a path may stand; a folder of that name is "./demo"."""
-
-_ADAPTER = "adapter_config.json"
-_GGUF_HINT = "GGUF files are not downloaded: fetch one, and open it by its path"
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
-_HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
-# The same weights in other layouts, which some repositories also hold.
-_HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # A base model saved alone lacks this prefix in the names that begin with these parts.
 _BASE_MODEL = "model."
@@ -113,14 +102,14 @@ class Checkpoint:
         is no directory or no `config.json`; ValueError if anything else is missing, damaged or in
         an unsupported format.
         """
-        directory = _find_directory(path_or_hub_id)
-        gguf = directory if is_gguf(directory) else _gguf_of(directory)
+        directory = find_directory(path_or_hub_id)
+        gguf = directory if is_gguf(directory) else gguf_of(directory)
         if gguf is not None:
             return cls._of_gguf(gguf)
         config = directory / "config.json"
         if not config.is_file():
             raise FileNotFoundError(
-                f"{directory} has no config.json{_told_instead(directory, path_or_hub_id)}"
+                f"{directory} has no config.json{told_instead(directory, path_or_hub_id)}"
             )
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
@@ -160,7 +149,7 @@ class Checkpoint:
     @property
     def has_adapter(self) -> bool:
         """Whether a LoRA adapter lies next to the weights; nothing here reads it."""
-        return (self.path / _ADAPTER).is_file()
+        return (self.path / ADAPTER).is_file()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -489,82 +478,6 @@ def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
     rows = max(1, _COPY_BYTES // max(1, math.prod(tensor.shape[1:]) * itemsize))
     for start in range(0, tensor.shape[0], rows):
         yield slice(start, start + rows)
-
-
-def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
-    """The directory or GGUF file, or None for what looks like a hub id.
-
-    FileNotFoundError for a path that leads nowhere, ValueError for anything else.
-    """
-    if not isinstance(path_or_hub_id, str | os.PathLike):
-        raise ValueError(f"checkpoint {path_or_hub_id!r} must be a path or a hub id")
-    if path_or_hub_id == DEMO:
-        return checkpoint_path()
-    name = os.fspath(path_or_hub_id)
-    path = expand_user(name)
-    try:
-        is_there, is_folder = path.exists(), path.is_dir()
-    except OSError as error:
-        raise ValueError(f"no checkpoint {name!r}: {error}") from error
-    if is_folder or is_gguf(path):
-        return path
-    if is_there:
-        raise ValueError(
-            f"{name} is a file: a checkpoint is a directory with config.json, or a .gguf file"
-        )
-    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
-        raise FileNotFoundError(
-            f"no checkpoint {name!r}: there is no such directory or file, "
-            "and it does not look like a hub id (org/name)"
-        )
-    return None
-
-
-def _told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> str:
-    """What a directory without `config.json` is, and what to do about it; empty if unknown."""
-    if (directory / _ADAPTER).is_file():
-        base = read_json_object(directory / _ADAPTER).get("base_model_name_or_path")
-        of, model = ("", "its") if base is None else (f" of {shown(base)}", "that")
-        return (
-            f", but {_ADAPTER}: it is a LoRA adapter{of}, and adapters are not read. "
-            f"Merge it into {model} model (merge_and_unload of peft), save the whole and open that"
-        )
-    # For a hub id these files are not downloaded.
-    if find_local(path_or_hub_id) is None and "gguf" in os.fspath(path_or_hub_id).lower():
-        return f", and its name says GGUF: {_GGUF_HINT}"
-    return ""
-
-
-def _gguf_of(directory: Path) -> Path | None:
-    """The one GGUF file of a directory without safetensors; None: there is none."""
-    return None if any(directory.glob("*.safetensors")) else one_gguf(directory)
-
-
-def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    return find_local(path_or_hub_id) or _download(os.fspath(path_or_hub_id))
-
-
-def _download(hub_id: str) -> Path:
-    tried = f"no checkpoint {hub_id!r}: there is no such directory"
-    try:
-        import huggingface_hub
-        from huggingface_hub import constants
-    except ImportError as error:
-        raise ValueError(
-            f"{tried}, and a hub id needs huggingface_hub: pip install '.[hub]' in the "
-            "checkout of graphengine, or pip install huggingface_hub"
-        ) from error
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
-        )
-    except Exception as error:  # network, HTTP, cache and permission errors share no base class
-        offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-        raise ValueError(
-            f"{tried}, and huggingface_hub could not provide it "
-            f"(cache {constants.HF_HUB_CACHE}{offline}): {type(error).__name__}: {error}"
-        ) from error
-    return Path(snapshot)
 
 
 def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
