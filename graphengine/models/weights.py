@@ -13,10 +13,10 @@ from torch import Tensor
 
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import Cut, Ordered
 
-Destinations = dict[str, Tensor]
-"""Names of a checkpoint's tensors -> the views that they are loaded into."""
+Destinations = dict[str, Tensor | Ordered]
+"""Names of a checkpoint's tensors -> what they are loaded into."""
 
 
 class Weight(NamedTuple):
@@ -25,11 +25,13 @@ class Weight(NamedTuple):
     tensor  the view that it is loaded into
     axis    the dimension along which ranks split it; None: each rank has all of it
     pieces  lengths along `axis`, each split among the ranks; empty: it is one piece
+    order   int64 `[rows]`: row i is row `order[i]` of what a rank reads; None: the view says it
     """
 
     tensor: Tensor
     axis: int | None = None
     pieces: tuple[int, ...] = ()
+    order: Tensor | None = None
 
 
 class Stack(NamedTuple):
@@ -161,9 +163,16 @@ class StoredWeights(ABC):
         plain = sum(tensor.numel() for tensor in self.named().values())
         return plain + sum(rows * columns for rows, columns in packed)
 
-    def named(self) -> Destinations:
+    def named(self) -> dict[str, Tensor]:
         """The views of `stored`, by name."""
         return {name: weight.tensor for name, weight in self.stored().items()}
+
+    def destinations(self) -> Destinations:
+        """What each tensor of `stored` is loaded into, by name."""
+        return {
+            name: each.tensor if each.order is None else Ordered(each.tensor, each.order)
+            for name, each in self.stored().items()
+        }
 
     @property
     def nbytes(self) -> int:

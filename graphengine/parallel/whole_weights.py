@@ -43,13 +43,14 @@ def _plain(
     tensors, linears = checkpoint.mapped(), whole.linears()
     in_codes = dequantised_names(checkpoint, linears)
     dequantised = {f"{each.parts[0][0]}.weight": each for each in linears if each.plain}
-    for name, meta in sorted(whole.named().items()):
+    for name, (meta, _, _, order) in sorted(whole.stored().items()):
         if name.removesuffix(".weight") in in_codes:
             filled = _filled(dequantised[name], checkpoint, reader, device)
             assert isinstance(filled, Tensor), f"{name=}"
             yield name, filled
             continue
         stored = tensors[name if name in checkpoint.tensors else f"{HEAD}.weight"]
+        stored = stored if order is None else stored[order]
         yield name, stored.view(meta.shape).to(meta.dtype)
 
 

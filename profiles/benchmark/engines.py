@@ -27,6 +27,7 @@ from graphengine.engine_options import EngineOptions
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.random_values import SEED
 from graphengine.models.checkpoints.stored import with_state_dtype
+from graphengine.models.checkpoints.tensor_files import Ordered
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.observe.tracing import span
@@ -141,7 +142,11 @@ def _random_engine(
         fill_random(weights.named(), weights.linears())
         # In a call of their own, as a drafter's tensors may have names of the target's.
         drafts = drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
-        fill_random(drafts, drafter.linears(), seed=SEED + 1)
+        views = {
+            name: each.tensor if isinstance(each, Ordered) else each
+            for name, each in drafts.items()
+        }
+        fill_random(views, drafter.linears(), seed=SEED + 1)
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     progress(0, 0)

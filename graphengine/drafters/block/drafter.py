@@ -148,8 +148,8 @@ class BlockDrafter(Drafter):
         self.weights = allocate_dflash_weights(self.config, device=str(device), dtype=dtype)
         self.plans, _ = choose_plans(self._linears, dtype, family, device)
         if self.own_checkpoint is None:
-            return self.weights.named()
-        self.own_checkpoint.load(self.weights.named())
+            return self.weights.destinations()
+        self.own_checkpoint.load(self.weights.destinations())
         return {}
 
     def own_destinations(self) -> Destinations:

@@ -117,8 +117,8 @@ class Eagle3Module(DraftModules):
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations:
         self.weights = allocate_eagle3_weights(self.config, device=str(device), dtype=dtype)
         if self.own_checkpoint is None:
-            return self.weights.named()
-        named = self.weights.named()
+            return self.weights.destinations()
+        named = self.weights.destinations()
         self.own_checkpoint.load(named)
         self.filled(named.keys())
         return {}

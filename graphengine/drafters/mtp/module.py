@@ -88,7 +88,7 @@ class MtpModules(DraftModules):
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations:
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
-        return self.weights.named()
+        return self.weights.destinations()
 
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
         whole = self.whole_weights(torch.float32)

@@ -59,7 +59,8 @@ class GroupedQueryAttention:
     normed    whether there is a norm before the block
     window    tokens that a query sees, including its own; 0: all up to its own
     nope      whether heads stay as they are where others rotate them (NoPE)
-    rotated   the part of a head, one over a whole number, that RoPE rotates, as in its `RopeConfig`
+    rotated   the part of a head that RoPE rotates, as in its `RopeConfig`; with gates, one over a
+              whole number
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
     names     name of the output's linear, and how the names of the heads' norms end
@@ -115,15 +116,10 @@ class GroupedQueryAttention:
         return self.fed_size or self.hidden_size
 
     @property
-    def parts(self) -> int:
-        """How many parts a head has; RoPE rotates the first."""
-        return round(1 / self.rotated)
-
-    @property
     def rows(self) -> HeadRows:
         """The rows of queries, keys, values and gates."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return HeadRows(*sizes, parts=self.parts, gated=self.gated)
+        return HeadRows(*sizes, rotated=int(self.head_dim * self.rotated), gated=self.gated)
 
     @property
     def scale(self) -> float:
@@ -259,22 +255,38 @@ class AttentionWeights:
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
-        prefix = self.prefix
-        names = {name: view for each in self.linears() for name, view in each.views().items()}
+        prefix, of_heads = self.prefix, self.block.rows
+        qkv, output = self.linears()
+        names = output.views()
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if isinstance(rows, Tensor) and not self.block.one_linear:
-                for name, part in zip("qkv", self.block.rows.of_checkpoint(rows), strict=True):
-                    names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
+            if not isinstance(rows, Tensor):
+                continue
+            if self.block.one_linear:
+                ((name, view),) = qkv.views().items()
+                names[name] = view._replace(order=of_heads.order())
+                continue
+            counts = (of_heads.num_heads, of_heads.num_kv_heads, 0)
+            for name, part, count in zip("qkv", of_heads.of_checkpoint(rows), counts, strict=True):
+                order = of_heads.order_of(count) if count else None
+                names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0, order=order)
+        return names | self._stored_vectors()
+
+    def _stored_vectors(self) -> dict[str, Weight]:
+        """Everything but the linear of queries, keys and values, and the other's weight."""
+        prefix, names = self.prefix, dict[str, Weight]()
         output, norm = self.block.names
         for name, whole in (
             (f"{output}.bias", self.output_bias),
             (f"q_{norm}.weight", self.q_norm),
             (f"k_{norm}.weight", self.k_norm),
         ):
-            if whole is not None:
-                of_heads = whole is not self.output_bias
-                view = self.block.rows.of_heads(whole) if of_heads else whole
-                names[prefix + name] = Weight(view)
+            if whole is None:
+                continue
+            names[prefix + name] = Weight(whole)
+            if whole is not self.output_bias:
+                of_heads, count = self.block.rows, len(whole) // self.block.head_dim
+                order = of_heads.order_of(count)
+                names[prefix + name] = Weight(of_heads.of_heads(whole), order=order)
         if self.sinks is not None:
             names[f"{prefix}sinks"] = Weight(self.sinks, 0)
         return names
@@ -534,7 +546,8 @@ class AttentionWeights:
         block = self.block
         if block.gated:
             gates = qkv[:, block.qkv_size :]
-            gate_heads(attended, gates, slot, head_dim=block.head_dim, parts=block.parts, pdl=pdl)
+            parts = block.rows.parts
+            gate_heads(attended, gates, slot, head_dim=block.head_dim, parts=parts, pdl=pdl)
 
     def add_output(
         self,

@@ -5,6 +5,8 @@ even ones come first. Then each rotated value is half a head from its partner, a
 it. Scores are sums over a head, and stay the same. Gates are reordered like queries, with which
 they share a tensor in checkpoints, and `gate_heads` finds them again.
 
+Where RoPE rotates another part of a head, the rest follows each half of that part by halves.
+
 Letters: D head_dim.
 """
 
@@ -19,15 +21,20 @@ from torch import Tensor
 class HeadRows(NamedTuple):
     """Sizes of a matrix of queries, keys and values, and gates after them.
 
-    parts  how many parts a head has; RoPE rotates the first
-    gated  whether there are gates; each head's follow its query in a checkpoint
+    rotated  values of a head that RoPE rotates, the first ones in a checkpoint
+    gated    whether there are gates; each head's follow its query in a checkpoint
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    parts: int
+    rotated: int
     gated: bool
+
+    @property
+    def parts(self) -> int:
+        """How many parts a head has, of which RoPE rotates the first; 0: no whole number."""
+        return 0 if self.head_dim % self.rotated else self.head_dim // self.rotated
 
     @property
     def q_size(self) -> int:
@@ -47,12 +54,27 @@ class HeadRows(NamedTuple):
         """The checkpoint's row for each row; None: rows are in the checkpoint's order."""
         if self.parts == 1 and not self.gated:
             return None
+        if not self.parts:
+            turned = self.order_of(self.num_heads + self.num_kv_heads)
+            assert turned is not None, f"{self=}"
+            start = len(turned)
+            return torch.cat((turned, torch.arange(start, start + self.kv_size)))
         order = torch.empty(sum(rows for _, rows in self.of_linears), dtype=torch.int64)
         start = 0
         for (_, rows), view in zip(self.of_linears, self.of_checkpoint(order), strict=True):
             view.copy_(torch.arange(start, start + rows).view(view.shape))
             start += rows
         return order
+
+    def order_of(self, heads: int) -> Tensor | None:
+        """The checkpoint's row for each row of so many heads; None: views have the order."""
+        if self.parts:
+            return None
+        rest = self.head_dim - self.rotated
+        sizes = [self.rotated // 2] * 2 + [rest // 2] * 2
+        parts = torch.split(torch.arange(self.head_dim), sizes)
+        of_head = torch.cat([parts[index] for index in (0, 2, 1, 3)])
+        return (torch.arange(heads)[:, None] * self.head_dim + of_head).flatten()
 
     def of_checkpoint(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows as a checkpoint has them: views of queries, keys and values."""
@@ -73,9 +95,11 @@ class HeadRows(NamedTuple):
     def of_heads(self, rows: Tensor, *, always: bool = False) -> Tensor:
         """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
 
+        The rows themselves where `order_of` has the order.
+
         always  make the view even where the rows are in the checkpoint's order
         """
-        if self.parts == 1 and not always:
+        if not self.parts or (self.parts == 1 and not always):
             return rows
         width = self.head_dim // (2 * self.parts)
         return rows.view(-1, 2, self.parts, width, *rows.shape[1:]).transpose(1, 2)

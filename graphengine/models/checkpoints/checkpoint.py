@@ -36,6 +36,7 @@ from graphengine.models.checkpoints.tensor_files import (
     MOST_NAMED,
     WEIGHT_DTYPES,
     Cut,
+    Ordered,
     TensorInfo,
     find_tensors,
     read_header,
@@ -44,7 +45,7 @@ from graphengine.options.checks import INT32_MAX, is_int, some
 from graphengine.options.devices import DTYPES
 
 Progress = Callable[[int, int], None]
-Destinations = Mapping[str, Tensor | Sequence[Tensor]]
+Destinations = Mapping[str, Tensor | Ordered | Sequence[Tensor]]
 
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # A base model saved alone lacks this prefix in the names that begin with these parts.
@@ -190,6 +191,7 @@ class Checkpoint:
                       views of fused parameters. Values are cast to the destination's dtype. A
                       destination of four or more dimensions may split the rows over several of
                       them, and one of three or more the last dimension: so their order may differ.
+                      An `Ordered` one says the order of its rows.
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
@@ -281,10 +283,10 @@ class Checkpoint:
         whole = random_values(name, info.stored.shape, info.dtype, device)
         return whole if info.cut is None else info.cut.part(whole)
 
-    def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor, ...]]:
+    def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor | Ordered, ...]]:
         """The destinations of each name, checked against the stored tensors."""
-        targets = {
-            name: (wanted,) if isinstance(wanted, Tensor) else tuple(wanted)
+        targets: dict[str, tuple[Tensor | Ordered, ...]] = {
+            name: (wanted,) if isinstance(wanted, Tensor | Ordered) else tuple(wanted)
             for name, wanted in destinations.items()
         }
         missing = [name for name in targets if name not in self.tensors]
@@ -293,7 +295,11 @@ class Checkpoint:
                 f"{self.path} lacks {len(missing)} of {len(targets)} tensors: "
                 f"{some(missing, MOST_NAMED)}"
             )
-        pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
+        pairs = [
+            (name, each.tensor if isinstance(each, Ordered) else each)
+            for name, wanted in targets.items()
+            for each in wanted
+        ]
         unread = [
             f"{name} in {DTYPE_NAMES[self.tensors[name].dtype]}"
             for name in targets
@@ -458,18 +464,23 @@ def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(target) > 3 and (math.prod(target[: more + 1]), *target[more + 1 :]) == stored
 
 
-def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
+def _fill(wanted: Sequence[Tensor | Ordered], source: Tensor) -> Iterator[int]:
     """Copy `source` into every target, a few rows at a time; yields the bytes of each part."""
+    ordered = [each for each in wanted if isinstance(each, Ordered)]
+    targets = [each for each in wanted if isinstance(each, Tensor)]
     if source.ndim == 0:
         source, targets = source[None], [target[None] for target in targets]
     elif targets:
         source = source.view(targets[0].shape)
-    widest = max((target.element_size() for target in targets), default=source.element_size())
+    tensors = [*targets, *(each.tensor for each in ordered)]
+    widest = max((target.element_size() for target in tensors), default=source.element_size())
     for rows in _row_ranges(source, itemsize=widest):
         part = source[rows]
         with torch.no_grad():
             for target in targets:
                 target[rows].copy_(part)
+            for each in ordered:
+                each.place(rows, part)
         yield part.nbytes
 
 

@@ -218,7 +218,7 @@ def _embedding(config: ModelConfig) -> str:
 
 def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
     """Where the checkpoint's tensors go: the tensors of `weights`, by their stored names."""
-    names = weights.named()
+    names = weights.destinations()
     name = _embedding(weights.config)
     if weights.config.tie_embeddings and name not in checkpoint.tensors:
         # Either of the two tensors is enough.

@@ -86,6 +86,21 @@ class Cut(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
 
+class Ordered(NamedTuple):
+    """A tensor whose rows are a checkpoint's in another order.
+
+    order  int64 `[rows]`, on the CPU: row i is the checkpoint's row `order[i]`
+    """
+
+    tensor: Tensor
+    order: Tensor
+
+    def place(self, rows: slice, values: Tensor) -> None:
+        """Write some rows of the checkpoint where they belong."""
+        places = torch.argsort(self.order)[rows].to(self.tensor.device)
+        self.tensor[places] = values.to(self.tensor)
+
+
 def spans_of(
     whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
 ) -> tuple[tuple[int, int], ...]:

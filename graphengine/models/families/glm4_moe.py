@@ -16,9 +16,7 @@ _MISSING = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_fact
 
 _KEYS = (*ROUTED_KEYS, Key("use_qk_norm", "flag", default=False))
 _GLM = Version(
-    defaults=hf_config.FamilyDefaults(
-        max_positions=131072, keys=_KEYS, routes=True, rotated=(0.5, 1.0)
-    ),
+    defaults=hf_config.FamilyDefaults(max_positions=131072, keys=_KEYS, routes=True, rotated=None),
     methods=("noaux_tc",),
     scores="sigmoid",
     missing={

@@ -35,7 +35,7 @@ DEFAULTS = hf_config.FamilyDefaults(
     head_dim=128,
     keys=_KEYS,
     routes=True,
-    rotated=(0.25, 0.5, 1.0),
+    rotated=None,
     biases=(),
     fixed=_FIXED,
 )

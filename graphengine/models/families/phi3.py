@@ -9,7 +9,7 @@ from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
 from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=())
+DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=(), rotated=None)
 # transformers' defaults for missing keys, where other families have different ones.
 _MISSING = {
     "sliding_window": None,
@@ -25,9 +25,10 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     for name in ("rope_parameters", "rope_scaling"):
         # What the first long versions call it.
         settings[name] = _renamed(settings[name])
-    attention = read_attention(settings, one_linear=True)
+    rope = hf_config.rope(settings)
+    attention = read_attention(settings, one_linear=True, rotated=rope.rotated)
     mlp = read_mlp(settings, names=("gate_up_proj", "", "down_proj"), one_linear=True)
-    return decoder_config(settings, architecture, attention, mlp)
+    return decoder_config(settings, architecture, attention, mlp, rope=rope)
 
 
 def _renamed(rope: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -49,7 +49,7 @@ class FamilyDefaults:
     keys      keys that the family reads besides `config_schema.KEYS`
     routes    whether layers have experts that tokens are routed to
     latent    whether attention is latent: no head has size head_dim then, and it is not checked
-    rotated   fractions of a head that RoPE may rotate
+    rotated   fractions of a head that RoPE may rotate; None: any with an even number of values
     biases    the keys of linears' biases that may be true
     fixed     keys that say what the family always computes, and the values that say so
     """
@@ -60,7 +60,7 @@ class FamilyDefaults:
     keys: tuple[Key, ...] = ()
     routes: bool = False
     latent: bool = False
-    rotated: tuple[float, ...] = (1.0,)
+    rotated: tuple[float, ...] | None = (1.0,)
     biases: tuple[str, ...] = ("attention_bias",)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -279,10 +279,9 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
         raise unsupported(f"{inside}.rope_type", named, known)
     rotated = values["partial_rotary_factor"]
     rotated = settings["partial_rotary_factor"] if rotated is None else rotated
-    if rotated not in settings["rotated"]:
-        raise unsupported(
-            "partial_rotary_factor", rotated, " or ".join(map(str, settings["rotated"]))
-        )
+    known = settings["rotated"]
+    if known is not None and rotated not in known:
+        raise unsupported("partial_rotary_factor", rotated, " or ".join(map(str, known)))
     theta = values["rope_theta"] or settings["rope_theta"]
     if kind == "default":
         return _checked(RopeConfig(theta=theta, rotated=rotated), settings)

@@ -596,7 +596,7 @@ def test_latents_that_a_config_says_nothing_of_are_transformers_default(
         ("DeepseekV3", {"num_experts_per_tok": 129}, "top_k=129 of 128 experts"),
         ("Qwen3", {"kv_lora_rank": 512}, "kv_lora_rank=512: supported: null or 0"),
         ("Glm4Moe", {"kv_lora_rank": 512}, "kv_lora_rank=512: supported: null or 0"),
-        ("Glm4Moe", {"partial_rotary_factor": 0.25}, "factor=0.25: supported: 0.5 or 1.0"),
+        ("Glm4Moe", {"partial_rotary_factor": 0.21}, "13 of head_dim=64 values turn: must be even"),
         ("Glm4Moe", {"moe_layer_freq": 2}, "moe_layer_freq=2: supported: 1"),
         ("Glm4Moe", {"scoring_func": "softmax"}, "scoring_func='softmax': .*'sigmoid'"),
         ("Glm4Moe", {"n_routed_experts": 513}, "n_routed_experts=513: supported: at most 512"),

@@ -153,7 +153,7 @@ def test_configs_as_they_are_published(
         (GLM_FLASH, {"attention_bias": True}, "attention_bias=True"),
         (GLM_FLASH, {"scoring_func": "softmax"}, "scoring_func='softmax': supported: 'sigmoid'"),
         (MINIMAX, {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\]: supported: null, or 1"),
-        (MINIMAX, {"rotary_dim": 48}, "partial_rotary_factor=0.375: supported: 0.25 or 0.5 or 1.0"),
+        (MINIMAX, {"rotary_dim": 47}, "47 of head_dim=128 values turn: must be even"),
         (MINIMAX, {"use_qk_norm": False}, "use_qk_norm=False: supported: null or True"),
         (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
         (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),

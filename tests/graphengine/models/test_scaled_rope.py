@@ -58,6 +58,8 @@ def llama() -> transformers.PreTrainedModel:
 
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "phi3": lambda: phi3(12),
+    # As Phi-4-mini: three quarters of each head turn.
+    "phi4-mini": lambda: phi3(9, partial_rotary_factor=0.75),
     "llama-dynamic": llama,
 }
 
@@ -84,7 +86,7 @@ def model_of(engine: Engine) -> Composition:
     return engine.model.config
 
 
-@pytest.mark.parametrize("name", ["phi3"])
+@pytest.mark.parametrize("name", ["phi3", "phi4-mini"])
 @pytest.mark.parametrize(
     ("max_seq_len", "lengths"), [(TRAINED, (1, 17, 40)), (160, (TRAINED + 1, 90))]
 )
