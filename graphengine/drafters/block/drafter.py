@@ -153,7 +153,7 @@ class BlockDrafter(Drafter):
         return {}
 
     def own_destinations(self) -> Destinations:
-        return self.weights.named() if self.own_checkpoint is not None else {}
+        return self.weights.destinations() if self.own_checkpoint is not None else {}
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         config, weights, target = self.config, self.weights, setting.model.weights

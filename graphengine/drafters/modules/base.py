@@ -319,7 +319,7 @@ class ModuleDrafter(Drafter):
         self._draft_tokens = setting.buffers["draft_tokens"]
 
     def own_destinations(self) -> Destinations:
-        return self.modules.weights.named() if self.own_checkpoint is not None else {}
+        return self.modules.weights.destinations() if self.own_checkpoint is not None else {}
 
     def filled(self, names: Collection[str]) -> None:
         self.modules.filled(names)
