@@ -63,11 +63,12 @@ def check_kv(config: Mapping[str, Any], name: str, file: str) -> bool:
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if algorithm not in (None, "FP8"):
         raise unsupported(f"{name}.kv_cache_quant_algo", algorithm, "'FP8', null", file=file)
-    if scheme is None:
-        return algorithm is not None
+    # ModelOpt 0.31 writes its algorithm there.
+    if scheme in (None, "FP8"):
+        return (algorithm or scheme) is not None
     inside = f"{name}.kv_cache_scheme"
     if not isinstance(scheme, dict):
-        raise unsupported(inside, scheme, "a JSON object, null", file=file)
+        raise unsupported(inside, scheme, "a JSON object, 'FP8', null", file=file)
     for key, allowed in _SCHEME.items():
         if scheme.get(key) not in allowed:
             known = ", ".join("null" if value is None else repr(value) for value in allowed)

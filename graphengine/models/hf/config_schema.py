@@ -498,6 +498,9 @@ def check_neutral(
         if name == "no_rope_layers" and _all_are(value, 1):
             # The list says for each layer whether it has RoPE.
             continue
+        if name == "sliding_window_size" and value == config.get("sliding_window"):
+            # Another name of the same in Gemma 2.
+            continue
         raise unsupported(name, value, " or ".join(["null", *map(repr, neutral)]))
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
@@ -527,7 +530,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS
     text = config.get("text_config")
-    if isinstance(text, dict):
+    if isinstance(text, dict) or "vision_config" in config:
         # Keys of images, where only the language model is read.
         known |= {"text_config", *OF_IMAGES}
     names = [name for name in config if name not in known]

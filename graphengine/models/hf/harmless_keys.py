@@ -7,7 +7,7 @@ _HARMLESS = """
     _flash_attn_2_enabled _name_or_path attn_implementation auto_map custom_pipelines dtype
     language name_or_path pipeline_tag torch_dtype transformers_version unsloth_fixed
     unsloth_version use_flash_attn use_flash_attention use_bfloat16 torchscript use_cache
-    cache_implementation cache_config pretraining_tp transformers.js_config
+    cache_implementation cache_config internal_version pretraining_tp transformers.js_config
 
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
     decoder_start_token_id vocab_file tokenizer_class
@@ -16,6 +16,7 @@ _HARMLESS = """
     embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout
     initializer_cutoff_factor initializer_factor initializer_range init_std
     rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
+    use_reentrant_checkpointing
     output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
     aux_loss_alpha seq_aux ep_size qk_head_dim router_jitter_noise
     model_max_length seq_length seq_len
@@ -40,7 +41,9 @@ _HARMLESS = """
     chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
     mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32
     block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
-    conv_dim conv_dim_out conv_use_xavier_init num_heads
+    conv_dim conv_dim_out conv_use_xavier_init num_heads block__name_mlp block_ffn_te_autocast
+    block_ffn_use_quantized_params block_sequence_parallel_norm_across_tp ffn_te_autocast
+    ffn_use_quantized_params sequence_parallel_norm_across_tp
     time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
 """
 HARMLESS = frozenset(_HARMLESS.split())
@@ -60,7 +63,7 @@ OF_IMAGES = (
     *_TOWER_KEYS.split(),
     *(
         f"{which}_token_{end}"
-        for which in ("image", "video", "vision_start", "vision_end", "boi", "eoi")
+        for which in ("image", "video", "vision", "vision_start", "vision_end", "boi", "eoi")
         for end in ("id", "index")
     ),
 )

@@ -108,6 +108,9 @@ def read_quantisation(
         return from_file
     if not isinstance(given, dict):
         raise unsupported(_KEY, given, "a JSON object, null")
+    if "quant_method" not in given and "quant_algo" in given:
+        # ModelOpt 0.31 does not name itself.
+        given = {"quant_method": "modelopt", **given}
     method = read_choice(given, "quant_method", [*_READERS, "torchao"], _KEY)
     if not _quantises_weights(given) and (quantises_kv_alone(given) or method in _MODELOPT):
         return from_file

@@ -96,7 +96,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_scheme": SCHEME | {"type": "int"}}, f"{KV}.type='int': supported: 'float'"),
     ({"kv_cache_scheme": {"num_bits": 8}}, f"{KV}.type=None: supported: 'float'"),
     ({"kv_cache_scheme": SCHEME | {"group_size": 64}}, f"{KV}.group_size=64: supported: null"),
-    ({"kv_cache_scheme": "fp8"}, f"{KV}='fp8': supported: a JSON object, null"),
+    ({"kv_cache_scheme": "fp8"}, f"{KV}='fp8': supported: a JSON object, 'FP8', null"),
     (
         {"config_groups": {"group_0": {"weights": {}}}},
         "config.json has quantization_config.format=None: supported: 'float-quantized'",

@@ -1,0 +1,131 @@
+"""Configs of published checkpoints: read or refused at their true sizes, and run at small ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.published import PUBLISHED, shrunk
+from engines.small_engine import greedy, open_engine
+from extent import extent
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import HfConfig, unknown_keys
+from graphengine.models.quantised.config import read_quantisation
+
+ROOT = Path(__file__).resolve().parents[3]
+UNKNOWN = [
+    "BaichuanForCausalLM", "CohereForCausalLM", "DeepseekForCausalLM", "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM", "Exaone4ForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM",
+    "GPTJForCausalLM", "GPTNeoXForCausalLM", "Gemma4ForConditionalGeneration", "GemmaForCausalLM",
+    "GlmMoeDsaForCausalLM", "InternLM2ForCausalLM", "KimiK25ForConditionalGeneration",
+    "Llama4ForConditionalGeneration", "MiMoV2FlashForCausalLM", "MiniCPMForCausalLM",
+    "MiniMaxM3ForCausalLM", "PhiForCausalLM", "QWenLMHeadModel",
+    "Qwen2MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration", "StableLmForCausalLM", "Starcoder2ForCausalLM",
+    "Step3p7FlashForCausalLM",
+]  # fmt: skip
+"""Architectures that the engine does not know."""
+_LATENT = "moe_latent_size={}: supported: null"
+REFUSED = {
+    "LFM2.5-8B-A1B in MLX, 8 bits": "quantization={'group_size': 64, 'bits': 8, 'mode': 'affine'}",
+    "microsoft/Phi-4-mini-instruct": "partial_rotary_factor=0.75: supported: 1.0",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": _LATENT.format(1024),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": _LATENT.format(1024),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": _LATENT.format(2048),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": _LATENT.format(2048),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": _LATENT.format(2048),
+}
+"""Checkpoints of known architectures that are refused, with what the error says."""
+
+
+def _error(config: HfConfig, quant_file: HfConfig | None = None) -> str | None:
+    """What is wrong with the configs; None: they are read."""
+    try:
+        read_model_config(config)
+        read_quantisation(config, quant_file)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_true_sizes_are_read_or_refused_as_expected(name: str) -> None:
+    _, config, quant_file = PUBLISHED[name]
+    error = _error(config, quant_file)
+    architecture = config["architectures"][0]
+    if architecture in UNKNOWN:
+        expected: str | None = f"unknown architecture {architecture!r}"
+    else:
+        expected = REFUSED.get(name)
+    assert (error is None) == (expected is None), error
+    assert expected is None or expected in str(error)
+    assert error is not None or unknown_keys(config) == []
+
+
+ACCEPTED = [
+    name
+    for name, found in PUBLISHED.items()
+    if name not in REFUSED and found.config["architectures"][0] not in UNKNOWN
+]
+
+
+def test_what_works_names_the_checkpoints_that_are_accepted() -> None:
+    page = (ROOT / "docs" / "supported.md").read_text()
+    table = page.partition("## What was run")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert sorted(re.findall("`(.+?)`", "\n".join(rows))) == sorted(map(_short, ACCEPTED))
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _run() -> list[str]:
+    """Of the checkpoints that are accepted, one of each model type; in a long run all of them.
+
+    Of those that are alike once they are shrunk, one is enough.
+    """
+    types: dict[Any, str] = {}
+    configs: dict[str, str] = {}
+    for name in ACCEPTED:
+        config = shrunk(PUBLISHED[name].config)
+        types.setdefault(
+            (config["model_type"], config.get("text_config", {}).get("model_type")), name
+        )
+        configs.setdefault(json.dumps(config, sort_keys=True), name)
+    return [*extent(types, configs).values()]
+
+
+@pytest.mark.parametrize("name", _run())
+def test_shrunk_configs_say_what_transformers_does(name: str, tmp_path: Path, device: str) -> None:
+    model = _saved(shrunk(PUBLISHED[name].config), tmp_path)
+    prompt = torch.randint(131, (21,), generator=torch.Generator().manual_seed(3)).tolist()
+    with open_engine(tmp_path, device=device, dtype="float32", max_seq_len=64) as engine:
+        said = engine.generate(prompt, greedy(8, ignore_eos=True)).token_ids
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *said]])).logits[0]
+    assert said == tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
+
+
+def _saved(config: dict[str, Any], folder: Path) -> Any:
+    """transformers' model of this config, with random weights, saved with the config as it is."""
+    import transformers
+
+    # MiMo, which transformers lacks, is Qwen2 with draft modules.
+    names = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+    architecture = config["architectures"][0]
+    kind = getattr(transformers, names.get(architecture, architecture))
+    torch.manual_seed(7)
+    known = kind.config_class
+    model = kind(known.from_dict(config | {"model_type": known.model_type})).eval().float()
+    for weight in model.parameters():
+        with torch.no_grad():
+            weight.copy_(weight + 0.2 * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
