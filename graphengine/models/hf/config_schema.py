@@ -287,6 +287,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "compression_config": ({},),
     "quantization": ({},),
     # Experts, and layers that differ from each other.
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),

@@ -25,7 +25,7 @@ UNKNOWN = [
     "GlmMoeDsaForCausalLM", "InternLM2ForCausalLM", "KimiK25ForConditionalGeneration",
     "Llama4ForConditionalGeneration", "MiMoV2FlashForCausalLM", "MiniCPMForCausalLM",
     "MiniMaxM3ForCausalLM", "PhiForCausalLM", "QWenLMHeadModel",
-    "Qwen2MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration",
+    "Qwen2MoeForCausalLM", "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration", "StableLmForCausalLM", "Starcoder2ForCausalLM",
     "Step3p7FlashForCausalLM",
 ]  # fmt: skip
@@ -33,7 +33,6 @@ UNKNOWN = [
 _LATENT = "moe_latent_size={}: supported: null"
 REFUSED = {
     "LFM2.5-8B-A1B in MLX, 8 bits": "quantization={'group_size': 64, 'bits': 8, 'mode': 'affine'}",
-    "microsoft/Phi-4-mini-instruct": "partial_rotary_factor=0.75: supported: 1.0",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": _LATENT.format(1024),
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": _LATENT.format(1024),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": _LATENT.format(2048),
