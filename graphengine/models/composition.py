@@ -25,6 +25,7 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
+from graphengine.models.blocks.norms import NormKind
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelConfig, ModelWeights
@@ -60,6 +61,9 @@ class Composition(ABC):
     logits_cap           soft cap c > 0 of scaled logits: c * tanh(logit / c); 0: none
     bidirectional_images  whether the embeddings of an image in a prompt see each other
     norms_plus_one       whether every norm multiplies by 1 + its weight
+    norms                the kind of the norms that read the stream
+    position_name        of the learned positions, one for each of `max_positions`, which are added
+                         to embeddings; "": there are none
     embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
                          pipeline stage after which layers read the stream without a norm
     span                 which layers of a model these are; None: they are a whole model
@@ -82,6 +86,8 @@ class Composition(ABC):
     logits_cap: float = 0.0
     norms_plus_one: bool = False
     bidirectional_images: bool = False
+    norms: NormKind = "rms"
+    position_name: str = ""
     embedding_name: str = "model.embed_tokens"
     final_norm_name: str = "model.norm"
     forms: WeightForms = PLAIN
@@ -173,13 +179,13 @@ class Composition(ABC):
         It attends to all tokens, and its norms read a stream that is not scaled. None: draft
         modules have no layers like the model's.
         """
-        if self.mlp is None or self.rope is None:
+        if self.mlp is None or self.rope is None or self.norms != "rms":
             return None
         # The stream may be stored divided by its scale.
         eps = self.norm_eps * self.stream_scale**2
         attention = attention_of(self)
         if isinstance(attention, GroupedQueryAttention):
-            attention = replace(attention, window=0, nope=False, one_linear=False)
+            attention = replace(attention, window=0, nope=False, one_linear="")
         layer = usual_layer(
             replace(attention, norm_eps=eps),
             replace(self.mlp, norm_eps=eps, names=PLAIN_NAMES, one_linear=False),

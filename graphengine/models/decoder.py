@@ -25,14 +25,21 @@ from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import first_rows
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
+from graphengine.kernels.norm_rope.layer_norm import add_positions, layer_norm_residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights
-from graphengine.models.blocks.norms import NextNorm, Sandwich, plus_one
+from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, Sandwich, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
-from graphengine.models.blocks.streams import keep_stream, kept_rows, new_weight, tensors_of
+from graphengine.models.blocks.streams import (
+    keep_stream,
+    kept_rows,
+    new_weight,
+    norm_rows,
+    tensors_of,
+)
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.composition import (
     Composition,
@@ -79,11 +86,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderWeights(ModelWeights):
-    """All weights of a decoder."""
+    """All weights of a decoder.
+
+    final_bias  of the final norm; None: it has none
+    positions   `[max_positions, H]`: learned ones, which are added to embeddings; None: there are
+                none, or another stage adds them
+    """
 
     config: Composition
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
+    final_bias: Tensor | None = None
+    positions: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
         """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
@@ -98,6 +112,10 @@ class DecoderWeights(ModelWeights):
         names: dict[str, Weight] = {}
         if config.final_norm_name:
             names[f"{config.final_norm_name}.weight"] = Weight(self.final_norm)
+        if self.final_bias is not None:
+            names[f"{config.final_norm_name}.bias"] = Weight(self.final_bias)
+        if self.positions is not None:
+            names[f"{config.position_name}.weight"] = Weight(self.positions)
         if len(self.embedding) == config.vocab_size:
             names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
         if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
@@ -109,7 +127,8 @@ class DecoderWeights(ModelWeights):
     def tensors(self) -> list[Tensor]:
         """Every weight tensor, tied ones twice."""
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
-        return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
+        own = tensors_of(self.embedding, self.final_norm, self.final_bias, self.positions)
+        return [*own, *tensors_of(self.lm_head), *per_layer]
 
     def linear_names(self) -> Mapping[str, str]:
         """The name in `config.linears` of each linear of the blocks."""
@@ -150,18 +169,23 @@ class DecoderWeights(ModelWeights):
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
 
 
-def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor]:
-    """Layers and final norm to compute with: norms with 1 added or scaled are copies.
+def _computed(
+    weights: DecoderWeights,
+) -> tuple[tuple[LayerWeights, ...], Tensor, Tensor | None]:
+    """Layers, and weight and bias of the final norm, to compute with: norms with 1 added or scaled
+    are copies.
 
     All other tensors are those of the weights.
     """
-    config, layers, final_norm = weights.config, weights.layers, weights.final_norm
+    config, layers = weights.config, weights.layers
+    final_norm, final_bias = weights.final_norm, weights.final_bias
     if config.norms_plus_one:
         final_norm = plus_one(final_norm)
         layers = tuple(layer.with_norms_plus_one() for layer in layers)
     if config.logits_scale != 1:
         final_norm = final_norm.float() * config.logits_scale
-    return layers, final_norm
+        final_bias = None if final_bias is None else final_bias.float() * config.logits_scale
+    return layers, final_norm, final_bias
 
 
 class _Step(NamedTuple):
@@ -211,7 +235,7 @@ class DecoderModel:
         self._still_tables = self.tables
         if any(map(is_nope, blocks_of(config))):
             self._still_tables = self._new_tables(None, max_seq_len)
-        self._layers, self._final_norm = _computed(weights)
+        self._layers, self._final_norm, self._final_bias = _computed(weights)
         self._steps = tuple(self._new_steps())
         kept = AttendingWeights | RecurringWeights
         keeping = [index for index, step in enumerate(self._steps) if isinstance(step.block, kept)]
@@ -220,10 +244,10 @@ class DecoderModel:
 
     def refresh(self) -> None:
         """Recompute the model's own norms in place from weights that have changed."""
-        layers, final_norm = _computed(self.weights)
+        layers, *final = _computed(self.weights)
         for held, made in zip(self._layers, layers, strict=True):
             refill(held.tensors(), made.tensors())
-        refill([self._final_norm], [final_norm])
+        refill(tensors_of(self._final_norm, self._final_bias), tensors_of(*final))
 
     def _new_tables(self, rope: RopeConfig | None, max_seq_len: int) -> RopeTables:
         head_dim, device = attention_of(self.config).table_dim, self.weights.embedding.device
@@ -234,7 +258,7 @@ class DecoderModel:
     def _new_steps(self) -> Iterator[_Step]:
         for index, layer in enumerate(self._layers):
             last = layer.sublayers[-1]
-            norm, normed = self.norm_after(index), self._is_normed_after(index)
+            norm, normed = self._read_norm_after(index), self._is_normed_after(index)
             for each, next_norm in layer.followed(norm, normed=normed):
                 tables = self._tables_of(each.block.block)
                 yield _Step(index, each.block, next_norm, tables, each is last)
@@ -263,6 +287,18 @@ class DecoderModel:
         if following < len(self._layers):
             return self._layers[following].input_norm
         return self._final_norm
+
+    def _read_norm_after(self, layer: int) -> ReadNorm:
+        """The norm that reads the residual stream after a layer; -1: the embedding.
+
+        The next pipeline stage begins with a LayerNorm of its own.
+        """
+        following, config = layer + 1, self.config
+        if following < len(self._layers):
+            return self._layers[following].sublayers[0].read_norm
+        if config.norms == "rms" or not (config.span is None or config.span.ends):
+            return self._final_norm
+        return LayerNorm(self._final_norm, self._final_bias, config.norm_eps)
 
     def _is_normed_after(self, layer: int) -> bool:
         """Whether a norm reads the residual stream after a layer; else `norm_after` is all ones."""
@@ -310,7 +346,11 @@ class DecoderModel:
 
     def _read_after(self, step: _Step, linear: Linear) -> Tensor | None:
         """The norm, in the model's dtype, that reads the stream after a linear that adds to it."""
-        norm = step.next_norm.following if isinstance(step.next_norm, Sandwich) else step.next_norm
+        norm = step.next_norm
+        if isinstance(norm, Sandwich):
+            norm = norm.following
+        elif isinstance(norm, LayerNorm):
+            norm = norm.weight
         return norm.to(self.dtype) if linear.kind == "residual" else None
 
     def experts(self, link: int) -> tuple[ExpertsWeights, Tensor]:
@@ -340,6 +380,7 @@ class DecoderModel:
         to its dtype.
         """
         scale = self.config.stream_scale
+        residual = self._begin(row, residual, launch)
         for step, memory in self._with_memory(states):
             left = kept_rows(streams, step.layer, residual, scale) if step.ends else None
             residual = residual._replace(kept=left)
@@ -347,6 +388,17 @@ class DecoderModel:
                 step.block, step.next_norm, row, residual, memory, step.tables, launch
             )
         return residual._replace(kept=None)
+
+    def _begin(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Residual:
+        """The stream that the first layer reads: with learned positions, and after a LayerNorm."""
+        norm, positions = self._read_norm_after(-1), self.weights.positions
+        if positions is not None:
+            add_positions(residual.x, positions, row.slot, row.position, pdl=launch.pdl)
+        if not isinstance(norm, LayerNorm):
+            return residual
+        return layer_norm_residual(
+            residual, norm.weight, norm.bias, row.slot, eps=norm.eps, pdl=launch.pdl
+        )
 
     def _with_memory(self, states: StateTensors) -> Iterator[tuple[_Step, Memory]]:
         """Each block with what it reads and writes of the sequences."""
@@ -398,6 +450,8 @@ class DecoderModel:
                 scale=weights.embedding_scale,
                 given=launch.given,
             )
+            if weights.positions is not None:
+                add_positions(x, weights.positions, slot, lanes.position, pdl=launch.pdl)
         scratch = prefill_scratch(
             weights.layers,
             len(x),
@@ -407,8 +461,7 @@ class DecoderModel:
             may_split=not (all_lanes or streams),
         )
         if self._is_normed_after(-1):
-            eps = config.norm_eps
-            rms_norm(x, self.first_norm, slot, eps=eps, out_dtype=self.dtype, out=scratch.h)
+            norm_rows(x, self._read_norm_after(-1), slot, eps=config.norm_eps, out=scratch.h)
         else:
             scratch.h.copy_(x)
         end: tuple[Tensor, ...] = ()
@@ -472,7 +525,9 @@ class DecoderConfig(Composition):
 
         hidden, forms, span = self.hidden_size, self.forms, self.span
         layers = tuple(
-            allocate_layer(prefix, layer, hidden, forms, device=device, dtype=dtype)
+            allocate_layer(
+                prefix, layer, hidden, forms, device=device, dtype=dtype, norms=self.norms
+            )
             for prefix, layer in named_layers(self)
         )
         own_head = not self.tie_embeddings or HEAD in forms
@@ -484,8 +539,16 @@ class DecoderConfig(Composition):
         final_norm = new(hidden)
         if not self.final_norm_name:
             final_norm = torch.ones_like(final_norm)
+        biased = self.norms == "layer_biased" and (span is None or span.ends)
+        placed = self.position_name and (span is None or span.begins)
         return DecoderWeights(
-            config=self, embedding=embedding, layers=layers, final_norm=final_norm, lm_head=lm_head
+            config=self,
+            embedding=embedding,
+            layers=layers,
+            final_norm=final_norm,
+            final_bias=new(hidden) if biased else None,
+            positions=new(self.max_positions, hidden) if placed else None,
+            lm_head=lm_head,
         )
 
 

@@ -16,9 +16,9 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.expert_steps import decode_experts, prefill_experts
 from graphengine.models.blocks.experts import ExpertsWeights
-from graphengine.models.blocks.norms import NextNorm
+from graphengine.models.blocks.mlp import MlpWeights
+from graphengine.models.blocks.norms import NextNorm, NormKind, ReadNorm
 from graphengine.models.blocks.rope_tables import RopeTables
-from graphengine.models.blocks.squared_relu import SquaredReluWeights
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
@@ -76,16 +76,16 @@ class LayerWeights:
     def after_attention(self) -> NextNorm:
         """The norm, or two norms, between the first sublayer and the second."""
         first, second = self.sublayers
-        return first.before(second.norm)
+        return first.before(second.read_norm)
 
     def followed(
-        self, following: Tensor, *, normed: bool = True
+        self, following: ReadNorm, *, normed: bool = True
     ) -> Iterator[tuple[SublayerWeights, NextNorm]]:
         """Each sublayer with the norm, or two norms, after it; `following` is the next layer's.
 
         normed  whether the next layer begins with a norm; else `following` is all ones
         """
-        norms = [(each.norm, bool(each.norm_name)) for each in self.sublayers[1:]]
+        norms = [(each.read_norm, bool(each.norm_name)) for each in self.sublayers[1:]]
         for each, (norm, is_norm) in zip(
             self.sublayers, [*norms, (following, normed)], strict=True
         ):
@@ -107,12 +107,13 @@ class LayerWeights:
     def may_split(self) -> bool:
         """Whether the layer's stream may be split over ranks by lanes.
 
-        Recurrent blocks need all lanes; experts, and norms after a block, sum over ranks in their
-        own way.
+        Recurrent blocks need all lanes; experts, norms after a block, and LayerNorms sum over ranks
+        in their own way.
         """
         blocks = AttendingWeights | SwigluWeights
         return all(
-            isinstance(each.block, blocks) and each.post_norm is None for each in self.sublayers
+            isinstance(each.block, blocks) and each.post_norm is None and each.kind == "rms"
+            for each in self.sublayers
         )
 
     def with_norms_plus_one(self) -> LayerWeights:
@@ -122,10 +123,19 @@ class LayerWeights:
 
 
 def allocate_layer(
-    prefix: str, layer: Layer, hidden: int, forms: WeightForms, *, device: str, dtype: torch.dtype
+    prefix: str,
+    layer: Layer,
+    hidden: int,
+    forms: WeightForms,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    norms: NormKind = "rms",
 ) -> LayerWeights:
     """Uninitialised weights of the layer with this prefix; `device="meta"` allocates nothing."""
-    sublayers = allocate_sublayers(prefix, layer, hidden, forms, device=device, dtype=dtype)
+    sublayers = allocate_sublayers(
+        prefix, layer, hidden, forms, device=device, dtype=dtype, norms=norms
+    )
     return LayerWeights(sublayers=tuple(sublayers))
 
 
@@ -180,7 +190,7 @@ def _decode_feed_forward(
     if isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
         return decode_experts(block, row, residual, next_norm, launch)
-    assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{type(block)=}"
+    assert isinstance(block, SwigluWeights | MlpWeights), f"{type(block)=}"
     return block.decode(row, residual, next_norm, launch)
 
 
@@ -283,7 +293,7 @@ def prefill_feed_forward(
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
         prefill_experts(block, stream, next_norm, slot, scratch)
     else:
-        assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{type(block)=}"
+        assert isinstance(block, SwigluWeights | MlpWeights), f"{type(block)=}"
         block.prefill(stream, next_norm, slot, scratch)
 
 

@@ -19,9 +19,16 @@ from graphengine.models.blocks.gated_delta import GatedDelta, GatedDeltaWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2, Mamba2Weights
 from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
-from graphengine.models.blocks.norms import NextNorm, Sandwich, plus_one
+from graphengine.models.blocks.mlp import Mlp, MlpWeights
+from graphengine.models.blocks.norms import (
+    LayerNorm,
+    NextNorm,
+    NormKind,
+    ReadNorm,
+    Sandwich,
+    plus_one,
+)
 from graphengine.models.blocks.short_conv import ShortConv, ShortConvWeights
-from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.linears import WeightForms
 from graphengine.models.states import LayerStates
@@ -31,8 +38,8 @@ Attending = GroupedQueryAttention | LatentAttention
 AttendingWeights = AttentionWeights | LatentAttentionWeights
 Recurring = Mamba2 | GatedDelta | ShortConv
 RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights
-FeedForward = Swiglu | SquaredRelu | Experts
-FeedForwardWeights = SwigluWeights | SquaredReluWeights | ExpertsWeights
+FeedForward = Swiglu | Mlp | Experts
+FeedForwardWeights = SwigluWeights | MlpWeights | ExpertsWeights
 Block = Attending | Recurring | FeedForward
 BlockWeights = AttendingWeights | RecurringWeights | FeedForwardWeights
 
@@ -108,14 +115,25 @@ class SublayerWeights:
     """A block's weights, and those of the norms around it; names are the checkpoint's.
 
     norm       all ones where there is no norm before the block, whose name is "" then
+    norm_bias  of a LayerNorm; None: it has none
+    kind       of the norm before the block
     post_norm  of the norm between the block and the sum; None: there is none
     """
 
     block: BlockWeights
     norm_name: str
     norm: Tensor
+    norm_bias: Tensor | None = None
+    kind: NormKind = "rms"
     post_norm_name: str = ""
     post_norm: Tensor | None = None
+
+    @property
+    def read_norm(self) -> ReadNorm:
+        """The norm before the block."""
+        if self.kind == "rms":
+            return self.norm
+        return LayerNorm(self.norm, self.norm_bias, self.block.block.norm_eps)
 
     def norms(self) -> dict[str, Tensor]:
         """The norms' weights by name."""
@@ -125,14 +143,16 @@ class SublayerWeights:
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name."""
         norms = {f"{name}.weight": Weight(norm) for name, norm in self.norms().items()}
+        if self.norm_bias is not None:
+            norms[f"{self.norm_name}.bias"] = Weight(self.norm_bias)
         return norms | self.block.stored()
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        norms = [self.norm] if self.post_norm is None else [self.norm, self.post_norm]
-        return [*norms, *self.block.tensors()]
+        norms = [self.norm, self.norm_bias, self.post_norm]
+        return [*(each for each in norms if each is not None), *self.block.tensors()]
 
-    def before(self, following: Tensor, *, normed: bool = True) -> NextNorm:
+    def before(self, following: ReadNorm, *, normed: bool = True) -> NextNorm:
         """The norm, or two norms, between the block and what reads the stream after `following`.
 
         normed  whether it does: else `following` is all ones
@@ -140,6 +160,7 @@ class SublayerWeights:
         if self.post_norm is None:
             assert normed, "a norm is before each block or after it"
             return following
+        assert isinstance(following, Tensor), "a norm after a block comes before an RMSNorm"
         return Sandwich(self.post_norm, following, self.block.block.norm_eps, normed)
 
     def with_norms_plus_one(self) -> SublayerWeights:
@@ -156,7 +177,14 @@ class SublayerWeights:
 
 
 def allocate_sublayers(
-    prefix: str, layer: Layer, hidden: int, forms: WeightForms, *, device: str, dtype: torch.dtype
+    prefix: str,
+    layer: Layer,
+    hidden: int,
+    forms: WeightForms,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    norms: NormKind = "rms",
 ) -> Iterator[SublayerWeights]:
     """Uninitialised weights of the layer with this prefix; `device="meta"` allocates nothing."""
 
@@ -165,6 +193,8 @@ def allocate_sublayers(
 
     for each in layer:
         yield SublayerWeights(
+            kind=norms,
+            norm_bias=norm() if norms == "layer_biased" else None,
             block=each.block.allocate(prefix + each.prefix, forms, device=device, dtype=dtype),
             norm_name=prefix + each.norm if each.norm else "",
             norm=norm() if each.norm else torch.ones_like(norm()),
@@ -182,7 +212,7 @@ def products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
             return [(block.qkv, block.qkv_bias), (block.output, block.output_bias)]
         case SwigluWeights():
             return [(block.gate_up, block.gate_up_bias), (block.down, block.down_bias)]
-        case SquaredReluWeights():
+        case MlpWeights():
             return [(block.up, block.up_bias), (block.down, block.down_bias)]
         case GatedDeltaWeights():
             return [(weight, None) for weight in (*block.projections, block.output)]

@@ -56,6 +56,7 @@ class StoredLinear(NamedTuple):
     shared  names of parts that each rank has whole, whatever the axis
     pieces  for parts made of several pieces, by name: rows of each, split among the ranks
     cuts    for each part, which part of the checkpoint's linear it is; empty: all of it
+    transposed  whether the checkpoint has columns where the weight has rows
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: in the parts' order.
             For a weight in the model's dtype, views say the same
     expert  whether it is one of several experts' weights, of which a lane uses some
@@ -76,6 +77,7 @@ class StoredLinear(NamedTuple):
     shared: frozenset[str] = frozenset()
     pieces: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     cuts: tuple[Cut, ...] = ()
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -89,12 +91,14 @@ class StoredLinear(NamedTuple):
             return {}
         rows = torch.split(self.weight, [count for _, count in self.parts])
         named = zip(self.parts, rows, strict=True)
-        return {
-            f"{name}.weight": Weight(
-                part, None if name in self.shared else self.axis, self.pieces.get(name, ())
-            )
-            for (name, _), part in named
-        }
+        return {f"{name}.weight": self._view(name, part) for (name, _), part in named}
+
+    def _view(self, name: str, part: Tensor) -> Weight:
+        axis = None if name in self.shared else self.axis
+        pieces = self.pieces.get(name, ())
+        if self.transposed:
+            return Weight(part.t(), None if axis is None else 1 - axis, pieces)
+        return Weight(part, axis, pieces)
 
 
 class RoutedExperts(NamedTuple):

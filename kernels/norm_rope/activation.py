@@ -1,7 +1,7 @@
 """SwiGLU: silu(gate) * up, for the wide products of prefill. (`linear` fuses it for decode.)
 
 Gates of some models go through another `Activation`: those of Gemma, a GeGLU, through gelu. Other
-models have no gates: their ups go through a squared ReLU.
+models have no gates: their ups go through a squared ReLU or a gelu.
 
 Letters: N lanes, F ffn width.
 """
@@ -194,6 +194,71 @@ def squared(x):
     return x * x
 
 
+def gelu(
+    x_NF: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    tanh: bool,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """x * Phi(x) of each live lane, with Phi the normal distribution.
+
+    Args:
+        tanh: take the tanh approximation of Phi.
+        The others as in `squared_relu`.
+
+    Returns:
+        [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
+        read nor written. ValueError for a shape or dtype that does not fit.
+    """
+    check_rows(x_NF=x_NF)
+    lanes, F = x_NF.shape
+    check_lanes(lanes, slot_N=slot_N)
+    out = output_rows(out, (lanes, F), dtype=x_NF.dtype, like=x_NF)
+    if not use_triton(x_NF):
+        return gelu_reference(x_NF, slot_N, tanh=tanh, out=out)
+    launcher(_gelu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
+        x_NF,
+        slot_N,
+        out,
+        x_NF.stride(0),
+        out.stride(0),
+        F=F,
+        BLOCK_F=_BLOCK_F,
+        TANH=tanh,
+        **launch_options(pdl),
+    )
+    return out
+
+
+@triton.jit
+def _gelu_kernel(
+    x_ptr,
+    slot_ptr,
+    out_ptr,
+    x_stride,
+    out_stride,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    TANH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane and BLOCK_F outputs."""
+    wait_for_inputs(PDL)
+    lane = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = f < F
+    x = tl.load(x_ptr + lane * x_stride + f, mask=mask, other=0.0).to(tl.float32)
+    if TANH:
+        y = activated(x, _GELU_TANH)
+    else:
+        y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    tl.store(out_ptr + lane * out_stride + f, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def silu(x):
     """x * sigmoid(x) of a float32; -0.0 where exp(-x) overflows."""
@@ -263,6 +328,21 @@ def squared_relu_reference(
     out = output_rows(out, x_NF.shape, dtype=x_NF.dtype, like=x_NF)
     live = live_lanes(slot_N)
     out[live] = x_NF[live].float().relu().square().to(out.dtype)
+    return out
+
+
+def gelu_reference(
+    x_NF: torch.Tensor, slot_N: torch.Tensor, *, tanh: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`gelu` in plain PyTorch. In float64 the bits do not depend on where an element is."""
+    out = output_rows(out, x_NF.shape, dtype=x_NF.dtype, like=x_NF)
+    live = live_lanes(slot_N)
+    x = x_NF[live].float()
+    if tanh:
+        y = activated_reference(x, "gelu_tanh")
+    else:
+        y = torch.nn.functional.gelu(x.double()).float()
+    out[live] = y.to(out.dtype)
     return out
 
 

@@ -137,6 +137,20 @@ def _gemma2(**options: Any) -> PreTrainedModel:
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes | options))
 
 
+def _starcoder2(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "max_position_embeddings": 512, "bos_token_id": 2}
+    return transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**sizes | options))
+
+
+def _gpt2(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "bos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options))
+
+
 def _olmo(version: int, **options: Any) -> PreTrainedModel:
     import transformers
 
@@ -302,6 +316,21 @@ DENSE_MODELS = {
     "phi3-96": lambda: _phi3(
         num_hidden_layers=2, hidden_size=192, num_attention_heads=2, num_key_value_heads=2,
         tie_word_embeddings=True, eos_token_id=3,
+    ),
+    "starcoder2": lambda: _starcoder2(
+        hidden_size=132, intermediate_size=75, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, eos_token_id=7, sliding_window=19,
+    ),
+    "starcoder2-plain": lambda: _starcoder2(
+        hidden_size=72, intermediate_size=100, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, eos_token_id=3, use_bias=False, hidden_act="gelu",
+        tie_word_embeddings=False, norm_epsilon=1e-3,
+    ),
+    "gpt2": lambda: _gpt2(n_embd=66, n_layer=3, n_head=3, n_positions=170, eos_token_id=7),
+    "gpt2-plain": lambda: _gpt2(
+        n_embd=64, n_layer=2, n_head=2, n_positions=300, n_inner=75, eos_token_id=3,
+        activation_function="gelu", scale_attn_weights=False, tie_word_embeddings=False,
+        layer_norm_epsilon=1e-3,
     ),
     "olmo2": lambda: _olmo(
         2, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, eos_token_id=7,

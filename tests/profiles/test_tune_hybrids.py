@@ -15,7 +15,7 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import GatedDeltaSizes
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.blocks import gated_delta, gqa, mamba2, short_conv, squared_relu
+from graphengine.models.blocks import gated_delta, gqa, mamba2, mlp, short_conv
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.composition import attention_of
 from graphengine.models.contract import DecodeLaunch
@@ -61,7 +61,7 @@ def without_what_recurs(monkeypatch: pytest.MonkeyPatch, q_size: int) -> None:
     """What stands between two linears hands on the first columns of what it gets."""
     monkeypatch.setattr(gqa, "decode_attention", lambda qkv, *_, **__: qkv[:, :q_size])
     monkeypatch.setattr(gqa.AttentionWeights, "_gate", lambda *_, **__: None)
-    monkeypatch.setattr(squared_relu, "squared_relu", lambda x, *_, **__: x)
+    monkeypatch.setattr(mlp, "squared_relu", lambda x, *_, **__: x)
     monkeypatch.setattr(mamba2, "mamba2_norm", lambda y, *_, **__: y)
 
     def first(projected: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:

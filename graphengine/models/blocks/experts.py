@@ -24,7 +24,7 @@ from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedForm
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
-from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
+from graphengine.models.blocks.mlp import Mlp, MlpWeights
 from graphengine.models.blocks.streams import tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.linears import Linear, Linears, WeightForms
@@ -56,7 +56,7 @@ class Experts:
     router: Router
     norm_eps: float
     gated: bool = True
-    shared: Swiglu | SquaredRelu | None = None
+    shared: Swiglu | Mlp | None = None
     shared_gate: bool = False
     held: range | None = None
     sharing: int = 1
@@ -209,7 +209,7 @@ class ExpertsWeights:
     gate_up: ExpertWeight
     down: ExpertWeight
     correction: Tensor | None = None
-    shared: SwigluWeights | SquaredReluWeights | None = None
+    shared: SwigluWeights | MlpWeights | None = None
     shared_gate: Tensor | None = None
     gate_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None

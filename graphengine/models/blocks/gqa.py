@@ -64,8 +64,10 @@ class GroupedQueryAttention:
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
     names     name of the output's linear, and how the names of the heads' norms end
-    one_linear  whether a checkpoint has queries, keys and values in one linear without biases,
-              `qkv_proj`, as Phi-3 does
+    one_linear  name of the linear in which a checkpoint has queries, keys and values, such as
+              Phi-3's `qkv_proj`; "": each has its own
+    transposed  whether a checkpoint has a linear's columns where others have its rows, as GPT-2's
+              Conv1D has them
     fed_size  columns of the input of queries, keys and values; 0: hidden_size, those of the normed
               stream
     scale_of  scores are divided by its square root; 0: head_dim
@@ -91,7 +93,8 @@ class GroupedQueryAttention:
     softcap: float = 0.0
     gated: bool = False
     names: tuple[str, str] = ("o_proj", "norm")
-    one_linear: bool = False
+    one_linear: str = ""
+    transposed: bool = False
     fed_size: int = 0
 
     @property
@@ -143,7 +146,7 @@ class GroupedQueryAttention:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """First checkpoint linear fused into each weight."""
-        return {"qkv": "qkv_proj" if self.one_linear else "q_proj", "output": self.names[0]}
+        return {"qkv": self.one_linear or "q_proj", "output": self.names[0]}
 
     @property
     def state(self) -> Paged:
@@ -248,18 +251,32 @@ class AttentionWeights:
         output = (f"{self.prefix}{self.block.names[0]}", self.block.hidden_size)
         pieces: dict[str, tuple[int, ...]] = {}
         if self.block.one_linear:
-            name, rows = f"{self.prefix}qkv_proj", tuple(rows for _, rows in parts)
+            rows = tuple(rows for _, rows in parts)
+            name = self.prefix + self.block.one_linear
             parts, pieces = ((name, sum(rows)),), {name: rows}
-        qkv = StoredLinear(self.qkv, parts, axis=0, order=of_heads.order(), pieces=pieces)
-        return [qkv, StoredLinear(self.output, (output,), axis=1)]
+        qkv = StoredLinear(
+            self.qkv,
+            parts,
+            axis=0,
+            order=of_heads.order(),
+            pieces=pieces,
+            transposed=self.block.transposed,
+        )
+        transposed = self.block.transposed
+        return [qkv, StoredLinear(self.output, (output,), axis=1, transposed=transposed)]
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
         prefix, of_heads = self.prefix, self.block.rows
         qkv, output = self.linears()
         names = output.views()
+        if self.block.one_linear and self.qkv_bias is not None:
+            pieces = tuple(rows for _, rows in of_heads.of_linears)
+            names[f"{prefix}{self.block.one_linear}.bias"] = Weight(
+                self.qkv_bias, 0, pieces, of_heads.order()
+            )
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if not isinstance(rows, Tensor):
+            if not isinstance(rows, Tensor) or (self.block.one_linear and kind == "bias"):
                 continue
             if self.block.one_linear:
                 ((name, view),) = qkv.views().items()

@@ -1,4 +1,4 @@
-"""Norms on both sides of a block, as Gemma has them, and norm weights that are stored less 1.
+"""Norms of the stream: RMSNorm, LayerNorm, and norms on both sides of a block, as Gemma has them.
 
 A block reads the residual stream after a norm. Where another norm follows it, the stream gets the
 normed output: x += post(block(norm(x))).
@@ -8,9 +8,20 @@ Letters: H hidden.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+NormKind = Literal["rms", "layer", "layer_biased"]
+"""RMSNorm, or LayerNorm without a bias or with one."""
+
+
+class LayerNorm(NamedTuple):
+    """The weights [H] of a LayerNorm that reads the stream."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
 
 
 class Sandwich(NamedTuple):
@@ -27,7 +38,9 @@ class Sandwich(NamedTuple):
     normed: bool = True
 
 
-NextNorm = Tensor | Sandwich
+ReadNorm = Tensor | LayerNorm
+"""The norm that reads the stream: an RMSNorm's weight, or a LayerNorm."""
+NextNorm = ReadNorm | Sandwich
 """What lies between a block and the next one: the norm that reads the stream, or two norms."""
 
 

@@ -32,9 +32,14 @@ from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
 from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
 from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.kernels.norm_rope.activation import Activation
-from graphengine.kernels.norm_rope.norm import add_rms_norm
+from graphengine.kernels.norm_rope.layer_norm import (
+    add_layer_norm,
+    layer_norm,
+    layer_norm_residual,
+)
+from graphengine.kernels.norm_rope.norm import add_rms_norm, rms_norm
 from graphengine.kernels.norm_rope.post_norm import add_normed, add_normed_rms_norm
-from graphengine.models.blocks.norms import NextNorm, Sandwich
+from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, Sandwich
 from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, SplitStream
 from graphengine.models.linears import WeightForms
 
@@ -100,9 +105,14 @@ def add_product(
 
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
     With `reduce` the product is one kernel, and the sum another. A product with a norm of its own
-    is one kernel, and its norm and the sum are another; its inputs have none. With several ranks,
-    each divides the squares of the inputs by its own K.
+    is one kernel, and its norm and the sum are another; its inputs have none. So is a LayerNorm
+    that reads the stream next. With several ranks, each divides the squares of the inputs by its
+    own K.
     """
+    if isinstance(next_norm_H, LayerNorm):
+        weight, bias, eps = next_norm_H
+        residual = add_product(call, residual, weight, launch)
+        return layer_norm_residual(residual, weight, bias, call.slot_N, eps=eps, pdl=launch.pdl)
     if isinstance(next_norm_H, Sandwich):
         assert call.squares_TN is None, "no norm of the inputs here"
         post, following, eps, _ = next_norm_H
@@ -314,7 +324,7 @@ def add_chunk_product(
     """
     launch, split = scratch.launch, scratch.split
     if split is not None:
-        assert not isinstance(next_norm_H, Sandwich), "a split stream has no norm of the product"
+        assert isinstance(next_norm_H, Tensor), "what reads a split stream is an RMSNorm"
         part = scratch.product(x_NK, weight_HK, None, out=scratch.part)
         split.add(part, stream_NH, next_norm_H, slot_N, bias, eps)
         return
@@ -341,6 +351,21 @@ def add_chunk_product(
         if not normed:
             h.copy_(stream_NH)
         return
+    if isinstance(next_norm_H, LayerNorm):
+        weight, bias, eps = next_norm_H
+        add_layer_norm(stream_NH, whole, weight, bias, slot_N, eps=eps, out=h, pdl=launch.pdl)
+        return
     add_rms_norm(
         stream_NH, whole, next_norm_H, slot_N, eps=eps, out_dtype=h.dtype, out=h, pdl=launch.pdl
     )
+
+
+def norm_rows(
+    x_NH: Tensor, norm: ReadNorm, slot_N: Tensor, *, eps: float, out: Tensor, pdl: bool = False
+) -> None:
+    """Write the stream's live lanes, normed, to `out`; `eps` is of an RMSNorm."""
+    if isinstance(norm, LayerNorm):
+        weight, bias, eps = norm
+        layer_norm(x_NH, weight, bias, slot_N, eps=eps, out_dtype=out.dtype, out=out, pdl=pdl)
+    else:
+        rms_norm(x_NH, norm, slot_N, eps=eps, out_dtype=out.dtype, out=out, pdl=pdl)

@@ -50,15 +50,21 @@ Destinations = Mapping[str, Tensor | Ordered | Sequence[Tensor]]
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # A base model saved alone lacks this prefix in the names that begin with these parts.
 _BASE_MODEL = "model."
-_BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
-# Prefixes of a language model's names in a checkpoint with a vision tower, and in one without. The
-# last is Nemotron-H's.
+_BASE_MODEL_PARTS = (
+    *("embed_tokens.", "layers.", "norm.", "mtp_layers."),
+    *("wte.", "wpe.", "ln_f."),
+)
+# Prefixes of a language model's names in a checkpoint with a vision tower, and in one without; then
+# those of Nemotron-H, and of GPT-2 as a whole and as a base model saved alone.
 _LANGUAGE_MODELS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "backbone.": "model.",
+    "transformer.h.": "model.layers.",
+    "transformer.": "model.",
+    "h.": "model.layers.",
 }
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
 _COPY_BYTES = 256 << 20

@@ -11,7 +11,7 @@ from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mamba2 import Mamba2
-from graphengine.models.blocks.squared_relu import SquaredRelu
+from graphengine.models.blocks.mlp import Mlp
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import NEMOTRON_KEYS, HfConfig, Key, unsupported
@@ -70,7 +70,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
             conv_bias=settings["use_conv_bias"],
             state_dtype=hf_config.state_dtype(settings, "mamba_ssm_cache_dtype"),
         ),
-        _MLP: SquaredRelu(
+        _MLP: Mlp(
             hidden_size=hidden,
             ffn_size=settings["intermediate_size"],
             norm_eps=eps,
@@ -146,7 +146,7 @@ def _experts(settings: dict[str, Any]) -> Experts:
         norm_eps=eps,
         gated=False,
         corrected=True,
-        shared=SquaredRelu(
+        shared=Mlp(
             hidden_size=hidden,
             ffn_size=settings["moe_shared_expert_intermediate_size"] or _SHARED_WIDTH,
             norm_eps=eps,

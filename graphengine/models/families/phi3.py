@@ -26,7 +26,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         # What the first long versions call it.
         settings[name] = _renamed(settings[name])
     rope = hf_config.rope(settings)
-    attention = read_attention(settings, one_linear=True, rotated=rope.rotated)
+    attention = read_attention(settings, one_linear="qkv_proj", rotated=rope.rotated)
     mlp = read_mlp(settings, names=("gate_up_proj", "", "down_proj"), one_linear=True)
     return decoder_config(settings, architecture, attention, mlp, rope=rope)
 

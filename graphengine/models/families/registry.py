@@ -12,6 +12,7 @@ from graphengine.models.families import (
     gemma3,
     glm4_moe,
     glm4_moe_lite,
+    gpt2,
     gpt_oss,
     granite,
     granite4,
@@ -31,6 +32,7 @@ from graphengine.models.families import (
     qwen3_moe,
     qwen3_next,
     smollm3,
+    starcoder2,
 )
 from graphengine.models.hf.config_schema import HfConfig, read_key
 
@@ -42,6 +44,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3.read_config,
     "Glm4MoeForCausalLM": glm4_moe.read_config,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite.read_config,
+    "GPT2LMHeadModel": gpt2.read_config,
     "GptOssForCausalLM": gpt_oss.read_config,
     "GraniteForCausalLM": granite.read_config,
     "GraniteMoeHybridForCausalLM": granite4.read_config,
@@ -72,6 +75,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
     "Qwen3NextForCausalLM": qwen3_next.read_config,
     "SmolLM3ForCausalLM": smollm3.read_config,
+    "Starcoder2ForCausalLM": starcoder2.read_config,
     "SmolVLMForConditionalGeneration": beside_towers.read_config,
 }
 """The reader of each architecture's `config.json`; it also gets the architecture's name."""
@@ -95,14 +99,14 @@ def _architecture(config: HfConfig) -> str:
         # A base model, saved without lm_head, has all weights of the whole one if embeddings are
         # tied.
         base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
-        base_models["Gemma3TextModel"] = "Gemma3ForCausalLM"
+        base_models |= {"Gemma3TextModel": "Gemma3ForCausalLM", "GPT2Model": "GPT2LMHeadModel"}
         first: str = architectures[0]
         first = base_models.get(first, first)
         if first not in FAMILIES:
             raise ValueError(f"unknown architecture {first!r}; known: {known}")
         return first
     model_types = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
-    model_types["gemma3text"] = "Gemma3ForCausalLM"
+    model_types |= {"gemma3text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
     # "qwen3_moe" is the type of a Qwen3Moe.
     name = model_types.get((model_type or "").replace("_", ""), "")
     if not name:

@@ -245,6 +245,27 @@ LFM2_MOE_KEYS = (
 )
 """The keys of `config.json` that are read for LFM2 with experts, besides LFM2's."""
 
+GPT2_KEYS = (
+    Key("n_embd", "integer", (1, 2**20), default=768),
+    Key("n_layer", "integer", (1, 1024), default=12),
+    Key("n_head", "integer", (1, 4096), default=12),
+    Key("n_positions", "integer", (1, INT32_MAX), default=1024),
+    # None: four times n_embd.
+    Key("n_inner", "integer", (1, 2**22), default=None, null=True),
+    Key("activation_function", "text", default="gelu_new"),
+    Key("layer_norm_epsilon", "number", (0, 1), default=1e-5),
+    Key("scale_attn_weights", "flag", default=True),
+)
+"""The keys of `config.json` that are read for GPT-2."""
+
+STARCODER2_KEYS = (
+    Key("norm_epsilon", "number", (0, 1), default=1e-5),
+    Key("use_bias", "flag", default=True),
+    Key("mlp_type", "text", default="default"),
+    Key("norm_type", "text", default="layer_norm"),
+)
+"""The keys of `config.json` that are read for StarCoder 2 besides Llama's."""
+
 SMOLLM3_KEYS = (
     Key("no_rope_layers", "integers", (0, 1), default=None, null=True),
     Key("no_rope_layer_interval", "integer", (1, 1024), default=4),
@@ -527,7 +548,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
-        *SMOLLM3_KEYS,
+        *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

@@ -9,6 +9,7 @@ from typing import Any
 from graphengine.kernels.experts.router import MAX_EXPERTS, Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mlp import UngatedActivation
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
@@ -38,6 +39,24 @@ def read_mlp(settings: dict[str, Any], **switches: Any) -> Swiglu:
         "norm_eps": settings["rms_norm_eps"],
     }
     return Swiglu(**values | switches)
+
+
+_UNGATED: dict[str, UngatedActivation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def ungated_activation(key: str, name: Any) -> UngatedActivation:
+    """The activation of a feed-forward without gates, by transformers' name, which `key` has.
+
+    ValueError for one that is not known.
+    """
+    if not isinstance(name, str) or name not in _UNGATED:
+        raise unsupported(key, name, ", ".join(map(repr, _UNGATED)))
+    return _UNGATED[name]
 
 
 def composed(

@@ -35,6 +35,8 @@ _HARMLESS = """
 
     mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor mlp_intermediate_size
     mtp_transformer_layers num_mtp_modules use_mtp
+    n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj attn_pdrop output_past
 
     _sliding_window_pattern initial_context_length
 

@@ -140,7 +140,7 @@ def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
         assert isinstance(linear.weight, PackedWeight)
         stack, names = linear.stack, rounded_names(linear, checkpoint.tensors, embedding)
         parts = [of_stack(tensors, stack)[name].to(device) for name in names]
-        if stack is not None and stack.transposed:
+        if linear.transposed or (stack is not None and stack.transposed):
             parts = [part.t() for part in parts]
         by_columns = None
         if linear.cuts and linear.axis == 0:

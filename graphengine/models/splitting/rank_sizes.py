@@ -23,8 +23,8 @@ from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.mla import LatentAttention
+from graphengine.models.blocks.mlp import Mlp
 from graphengine.models.blocks.short_conv import ShortConv
-from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import experts_of
 from graphengine.models.contract import ModelConfig, Share
@@ -116,7 +116,7 @@ def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
             return _delta_of_rank(block, ranks)
         case ShortConv():
             return replace(block, channels=_divided(block.channels, ranks, "channels"))
-        case Swiglu() | SquaredRelu():
+        case Swiglu() | Mlp():
             return replace(block, ffn_size=_divided(block.ffn_size, ranks, "ffn columns"))
 
 

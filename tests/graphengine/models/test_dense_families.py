@@ -26,7 +26,10 @@ from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import of_stage
 
-NAMES = ("gemma2", "gemma2-types", "olmo2", "olmo3", "phi3", "phi3-96", "smollm3", "smollm3-marked")
+NAMES = (
+    *("gemma2", "gemma2-types", "olmo2", "olmo3", "phi3", "phi3-96", "smollm3", "smollm3-marked"),
+    *("gpt2", "gpt2-plain", "starcoder2", "starcoder2-plain"),
+)
 PROMPT_LENGTHS = (1, 75)
 WINDOWS = {
     "use_sliding_window": True,
@@ -52,7 +55,9 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo3", "phi3", "smollm3-marked"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "olmo3", "phi3", "smollm3-marked", "starcoder2", "gpt2"]
+)
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     dense_checkpoints: dict[str, Any], device: str, name: str
 ) -> None:

@@ -14,7 +14,7 @@ from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import RING, STATE, Mamba2
-from graphengine.models.blocks.squared_relu import SquaredRelu
+from graphengine.models.blocks.mlp import Mlp
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import attention_of
 from graphengine.models.decoder import DecoderConfig
@@ -101,7 +101,7 @@ def test_nemotron_as_it_is_published() -> None:
     assert unknown_keys(NEMOTRON) == []
     model = read(NEMOTRON)
     blocks = [part.block for (part,) in model.layers]
-    kinds = {"M": Mamba2, "*": GroupedQueryAttention, "-": SquaredRelu}
+    kinds = {"M": Mamba2, "*": GroupedQueryAttention, "-": Mlp}
     assert [type(block) for block in blocks] == [kinds[letter] for letter in "M-M-M*-M-"]
     sizes = Mamba2Sizes(heads=128, head_dim=64, groups=8, state_size=128, width=4)
     assert isinstance(blocks[0], Mamba2) and blocks[0].sizes == sizes

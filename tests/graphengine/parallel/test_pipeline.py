@@ -96,6 +96,8 @@ def replies(engine: Engine, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
         ("expert_checkpoints", "moe-some-layers"),
         # No norm lies between its stages.
         ("dense_checkpoints", "olmo2"),
+        # Only the first has positions.
+        ("dense_checkpoints", "gpt2"),
     ],
 )
 def test_two_stages_say_what_one_process_says(

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.norm_rope.activation import (
+    gelu,
+    gelu_reference,
     silu_reference,
     squared_relu,
     squared_relu_reference,
@@ -180,6 +182,32 @@ def test_squared_relu_is_torchs(device, dtypes, F):
                 assert torch.equal(out[lane].nan_to_num(9.0), wanted[lane].nan_to_num(9.0))
                 assert torch.equal(again[lane].nan_to_num(9.0), wanted[lane].nan_to_num(9.0))
             assert (out[3] == SENTINEL).all() and torch.equal(again[3], x[3])
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("F", [1, 300, 2500])
+def test_ungated_gelu_is_torchs(device, dtypes, F, tanh):
+    """In place too, for live lanes alone; a lane's bits do not depend on its neighbours."""
+    for dtype in dtypes:
+        x = random_rows(5, F, dtype, device)
+        form = "tanh" if tanh else "none"
+        wanted = torch.nn.functional.gelu(x.float(), approximate=form).to(dtype)
+        x[3] = float("nan")
+        slot, live = live_slots(5, {3}, device), [0, 1, 2, 4]
+        tolerance = TOLERANCE[dtype]
+        for call in (gelu, gelu_reference):
+            out = torch.full((5, F), SENTINEL, dtype=dtype, device=device)
+            call(x, slot, tanh=tanh, out=out)
+            torch.testing.assert_close(out[live], wanted[live], rtol=tolerance, atol=tolerance)
+            assert (out[3] == SENTINEL).all()
+            again = x[2:3].clone()
+            call(again, slot[2:3], tanh=tanh, out=again)
+            assert torch.equal(again[0], out[2])
+
+
+def test_a_gelu_of_another_shape_is_an_error():
+    with pytest.raises(ValueError, match=r"out must be torch.float32 \[2, 8\]"):
+        gelu(torch.zeros(2, 8), torch.zeros(2).int(), tanh=True, out=torch.zeros(2, 7))
 
 
 def test_a_squared_relu_of_another_shape_is_an_error():

@@ -44,6 +44,7 @@ CONFIGS: Mapping[str, Config] = {
                            "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "Glm4MoeLiteForCausalLM": {**_EXPERTS, **_LATENT, "num_key_value_heads": 8,
                                "qk_nope_head_dim": 192, "v_head_dim": 256},
+    "GPT2LMHeadModel": {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": 16_384},
     "GptOssForCausalLM": {**SHAPES["gpt-oss-20b"], **_FEW, "num_local_experts": 4},
     "GraniteForCausalLM": {**_DENSE, "embedding_multiplier": 12, "residual_multiplier": 0.22,
                            "attention_multiplier": 0.0625, "logits_scaling": 6},
@@ -87,6 +88,7 @@ CONFIGS: Mapping[str, Config] = {
     "Qwen3NextForCausalLM": _MOE,
     "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
     "SmolLM3ForCausalLM": _DENSE,
+    "Starcoder2ForCausalLM": {**_DENSE, "sliding_window": 256},
     "SmolVLMForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "llama"}},
 }  # fmt: skip
 assert CONFIGS.keys() == FAMILIES.keys(), CONFIGS.keys() ^ FAMILIES.keys()

@@ -1,4 +1,4 @@
-"""A feed-forward without gates: down(relu(up x)**2).
+"""A feed-forward without gates: down(act(up x)), with a squared ReLU or a gelu.
 
 Letters: N lanes, H hidden, F ffn width.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.epilogues import STORE
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
-from graphengine.kernels.norm_rope.activation import squared_relu
+from graphengine.kernels.norm_rope.activation import gelu, squared_relu
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
@@ -31,19 +32,28 @@ from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates
 from graphengine.models.weights import StoredLinear, Weight
 
+UngatedActivation = Literal["squared_relu", "gelu", "gelu_tanh"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SquaredRelu:
+class Mlp:
     """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input.
 
-    role  prefix of its linears' names
+    activation  between up and down; `gelu_tanh` has the tanh approximation
+    role        prefix of its linears' names
+    names       of up and down in a checkpoint
+    transposed  whether a checkpoint has a linear's columns where others have its rows, as GPT-2's
+                Conv1D has them
     """
 
     hidden_size: int
     ffn_size: int
     norm_eps: float
     bias: bool = False
+    activation: UngatedActivation = "squared_relu"
     role: str = ""
+    names: tuple[str, str] = ("up_proj", "down_proj")
+    transposed: bool = False
 
     @property
     def linears(self) -> Linears:
@@ -58,7 +68,7 @@ class SquaredRelu:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """First checkpoint linear fused into each weight."""
-        return {f"{self.role}up": "up_proj", f"{self.role}down": "down_proj"}
+        return dict(zip((f"{self.role}up", f"{self.role}down"), self.names, strict=True))
 
     @property
     def states(self) -> LayerStates:
@@ -72,7 +82,7 @@ class SquaredRelu:
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
-    ) -> SquaredReluWeights:
+    ) -> MlpWeights:
         """Uninitialised weights; `device="meta"` allocates nothing.
 
         prefix  of the block's tensors in the checkpoint
@@ -83,7 +93,7 @@ class SquaredRelu:
 
         weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden, ffn = self.hidden_size, self.ffn_size
-        return SquaredReluWeights(
+        return MlpWeights(
             block=self,
             prefix=prefix,
             up=weight(f"{self.role}up", ffn, hidden),
@@ -94,10 +104,10 @@ class SquaredRelu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SquaredReluWeights:
+class MlpWeights:
     """The block's weights; `prefix` is of the names in the checkpoint."""
 
-    block: SquaredRelu
+    block: Mlp
     prefix: str
     up: AnyWeight
     up_bias: Tensor | None
@@ -106,17 +116,21 @@ class SquaredReluWeights:
 
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
-        up = ((f"{self.prefix}up_proj", self.block.ffn_size),)
-        down = ((f"{self.prefix}down_proj", self.block.hidden_size),)
-        return [StoredLinear(self.up, up, axis=0), StoredLinear(self.down, down, axis=1)]
+        block = self.block
+        up, down = (self.prefix + name for name in block.names)
+        of_up, of_down = ((up, block.ffn_size),), ((down, block.hidden_size),)
+        return [
+            StoredLinear(self.up, of_up, axis=0, transposed=block.transposed),
+            StoredLinear(self.down, of_down, axis=1, transposed=block.transposed),
+        ]
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         if self.up_bias is not None:
-            names[f"{self.prefix}up_proj.bias"] = Weight(self.up_bias, 0)
+            names[f"{self.prefix}{self.block.names[0]}.bias"] = Weight(self.up_bias, 0)
         if self.down_bias is not None:
-            names[f"{self.prefix}down_proj.bias"] = Weight(self.down_bias)
+            names[f"{self.prefix}{self.block.names[1]}.bias"] = Weight(self.down_bias)
         return names
 
     def tensors(self) -> list[Tensor]:
@@ -139,8 +153,13 @@ class SquaredReluWeights:
         """
         name, eps = f"{self.block.role}up", self.block.norm_eps
         call = launch.call(name, residual, self.up, row.slot, eps=eps, bias=self.up_bias)
-        up = linear(call, STORE)
-        return squared_relu(up, row.slot, out=up, pdl=launch.pdl)
+        return self._activate(linear(call, STORE), row.slot, pdl=launch.pdl)
+
+    def _activate(self, up: Tensor, slot: Tensor, *, pdl: bool) -> Tensor:
+        """Apply the activation in place."""
+        if self.block.activation == "squared_relu":
+            return squared_relu(up, slot, out=up, pdl=pdl)
+        return gelu(up, slot, tanh=self.block.activation == "gelu_tanh", out=up, pdl=pdl)
 
     def add(
         self,
@@ -182,4 +201,4 @@ class SquaredReluWeights:
         """Run the first half on the normed `scratch.h`, into `scratch` past `after` columns."""
         up = scratch.take(self.block.ffn_size, after=after)
         scratch.product(scratch.h, self.up, self.up_bias, out=up)
-        return squared_relu(up, slot, out=up, pdl=scratch.launch.pdl)
+        return self._activate(up, slot, pdl=scratch.launch.pdl)

@@ -1,0 +1,79 @@
+"""GPT-2: learned positions, LayerNorms, biases, and linears that checkpoints store transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphengine.models.blocks.mlp import Mlp
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import GPT2_KEYS, HfConfig, read_keys
+from graphengine.models.hf.decoder_config import composed, read_attention, ungated_activation
+from graphengine.models.sublayers import Sublayer
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=1024, keys=GPT2_KEYS)
+# The usual names of GPT-2's keys; transformers reads both.
+_USUAL = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+
+
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `GPT2LMHeadModel` checkpoint."""
+    told = _spelled_out(config)
+    own = read_keys(told, GPT2_KEYS)
+    settings = hf_config.read_settings(told, DEFAULTS)
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    if hidden % heads:
+        raise ValueError(f"n_embd={hidden} is not a multiple of n_head={heads}")
+    eps = own["layer_norm_epsilon"]
+    attention = read_attention(
+        settings,
+        norm_eps=eps,
+        qkv_bias=True,
+        output_bias=True,
+        scale_of=0.0 if own["scale_attn_weights"] else 1.0,
+        names=("c_proj", "norm"),
+        one_linear="c_attn",
+        transposed=True,
+    )
+    mlp = Mlp(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
+        norm_eps=eps,
+        bias=True,
+        activation=ungated_activation("activation_function", own["activation_function"]),
+        names=("c_fc", "c_proj"),
+        transposed=True,
+    )
+    layer = (Sublayer("ln_1", "attn.", attention), Sublayer("ln_2", "mlp.", mlp))
+    return composed(
+        settings,
+        architecture,
+        (layer,) * settings["num_hidden_layers"],
+        norm_eps=eps,
+        norms="layer_biased",
+        rope=None,
+        embedding_name="model.wte",
+        position_name="model.wpe",
+        final_norm_name="model.ln_f",
+    )
+
+
+def _spelled_out(config: HfConfig) -> dict[str, Any]:
+    """The config in the other families' keys."""
+    told = {"vocab_size": 50_257, "tie_word_embeddings": True, **config}
+    # transformers ignores these.
+    told |= {"num_key_value_heads": None, "head_dim": None}
+    own = read_keys(told, GPT2_KEYS)
+    for name, usual in _USUAL.items():
+        if name in told or usual not in told:
+            told[usual] = own[name]
+    if own["n_inner"] is not None:
+        told["intermediate_size"] = own["n_inner"]
+    elif isinstance(told["hidden_size"], int):
+        told["intermediate_size"] = 4 * told["hidden_size"]
+    return told
