@@ -194,6 +194,7 @@ class _Step(NamedTuple):
     layer      the index of its layer
     next_norm  the norm, or two norms, between it and the next block
     ends       whether it is the last of its layer
+    aside      the norm of the next block, if that reads the stream that this one reads
     """
 
     layer: int
@@ -201,6 +202,7 @@ class _Step(NamedTuple):
     next_norm: NextNorm
     tables: RopeTables
     ends: bool
+    aside: ReadNorm | None = None
 
 
 class DecoderModel:
@@ -259,9 +261,12 @@ class DecoderModel:
         for index, layer in enumerate(self._layers):
             last = layer.sublayers[-1]
             norm, normed = self._read_norm_after(index), self._is_normed_after(index)
-            for each, next_norm in layer.followed(norm, normed=normed):
+            after = [*layer.sublayers[1:], None]
+            steps = zip(layer.followed(norm, normed=normed), after, strict=True)
+            for (each, next_norm), then in steps:
                 tables = self._tables_of(each.block.block)
-                yield _Step(index, each.block, next_norm, tables, each is last)
+                aside = then.read_norm if then is not None and then.parallel else None
+                yield _Step(index, each.block, next_norm, tables, each is last, aside)
 
     def _tables_of(self, block: Block) -> RopeTables:
         if is_nope(block):
@@ -384,10 +389,32 @@ class DecoderModel:
         for step, memory in self._with_memory(states):
             left = kept_rows(streams, step.layer, residual, scale) if step.ends else None
             residual = residual._replace(kept=left)
+            aside = self._decoded_aside(step, row, residual, launch)
             residual = decode_block(
                 step.block, step.next_norm, row, residual, memory, step.tables, launch
             )
+            if aside is not None:
+                residual = residual._replace(scaled=aside.scaled, squares=aside.squares)
         return residual._replace(kept=None)
+
+    def _decoded_aside(
+        self, step: _Step, row: DecodeLanes, residual: Residual, launch: DecodeLaunch
+    ) -> Residual | None:
+        """The stream as the block after `step` reads it, if both read the same."""
+        if step.aside is None:
+            return None
+        assert isinstance(step.aside, LayerNorm), f"{step.aside=}"
+        weight, bias, eps = step.aside
+        other = residual._replace(scaled=torch.empty_like(residual.scaled))
+        return layer_norm_residual(other, weight, bias, row.slot, eps=eps, pdl=launch.pdl)
+
+    def _prefilled_aside(self, step: _Step, x: Tensor, slot: Tensor, *, pdl: bool) -> Tensor | None:
+        """A chunk as the block after `step` reads it, normed, if both read the same stream."""
+        if step.aside is None:
+            return None
+        out = torch.empty_like(x, dtype=self.dtype)
+        norm_rows(x, step.aside, slot, eps=self.config.norm_eps, out=out, pdl=pdl)
+        return out
 
     def _begin(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Residual:
         """The stream that the first layer reads: with learned positions, and after a LayerNorm."""
@@ -467,6 +494,7 @@ class DecoderModel:
         end: tuple[Tensor, ...] = ()
         for index, (step, memory) in enumerate(self._with_memory(states)):
             block, tables = step.block, step.tables
+            aside = self._prefilled_aside(step, x, slot, pdl=launch.pdl)
             if index < self._last_kept or not isinstance(block, AttendingWeights):
                 prefill_block(block, step.next_norm, lanes, x, memory, tables, attention, scratch)
                 if index == self._last_kept:
@@ -477,6 +505,8 @@ class DecoderModel:
                 end = (scratch.lane_of(x, lanes.last), attended.index_select(0, lanes.last))
                 if all_lanes:
                     block.add_output(attended, x, step.next_norm, slot, scratch)
+            if aside is not None:
+                scratch.h.copy_(aside)
             if end and not all_lanes:
                 break
             if step.ends:
@@ -501,12 +531,15 @@ class DecoderModel:
         x_1H = end.last[0]
         layers = weights.layers[last.layer :]
         scratch = prefill_scratch(layers, 1, like=weights.embedding, launch=launch)
+        aside = self._prefilled_aside(last, x_1H, slot_1, pdl=launch.pdl)
         if isinstance(last.block, AttendingWeights):
             last.block.add_output(end.last[1], x_1H, last.next_norm, slot_1, scratch)
         else:
             assert isinstance(last.next_norm, Tensor), "no norm follows recurrent blocks"
             eps = self.config.norm_eps
             rms_norm(x_1H, last.next_norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
+        if aside is not None:
+            scratch.h.copy_(aside)
         for step in rest:
             prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch)
         call = LinearCall(scratch.h, head, slot_1, launch=launch)

@@ -83,9 +83,14 @@ class LayerWeights:
     ) -> Iterator[tuple[SublayerWeights, NextNorm]]:
         """Each sublayer with the norm, or two norms, after it; `following` is the next layer's.
 
+        Before a parallel sublayer nobody reads what the norm makes of the stream.
+
         normed  whether the next layer begins with a norm; else `following` is all ones
         """
-        norms = [(each.read_norm, bool(each.norm_name)) for each in self.sublayers[1:]]
+        norms = [
+            (each.norm if each.parallel else each.read_norm, bool(each.norm_name))
+            for each in self.sublayers[1:]
+        ]
         for each, (norm, is_norm) in zip(
             self.sublayers, [*norms, (following, normed)], strict=True
         ):

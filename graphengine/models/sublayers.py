@@ -59,12 +59,14 @@ class Sublayer(NamedTuple):
                block, which is not `normed`, reads the stream itself
     prefix     prefix of the block's tensors
     post_norm  name of the norm between the block and the sum, without ".weight"; "": there is none
+    parallel   whether the block reads the stream as the block before it found it, not as it left it
     """
 
     norm: str
     prefix: str
     block: Block
     post_norm: str = ""
+    parallel: bool = False
 
 
 Layer = tuple[Sublayer, ...]
@@ -118,6 +120,7 @@ class SublayerWeights:
     norm_bias  of a LayerNorm; None: it has none
     kind       of the norm before the block
     post_norm  of the norm between the block and the sum; None: there is none
+    parallel   as `Sublayer` has it
     """
 
     block: BlockWeights
@@ -127,6 +130,7 @@ class SublayerWeights:
     kind: NormKind = "rms"
     post_norm_name: str = ""
     post_norm: Tensor | None = None
+    parallel: bool = False
 
     @property
     def read_norm(self) -> ReadNorm:
@@ -200,6 +204,7 @@ def allocate_sublayers(
             norm=norm() if each.norm else torch.ones_like(norm()),
             post_norm_name=prefix + each.post_norm if each.post_norm else "",
             post_norm=norm() if each.post_norm else None,
+            parallel=each.parallel,
         )
 
 

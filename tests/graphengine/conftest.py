@@ -151,6 +151,13 @@ def _gpt2(**options: Any) -> PreTrainedModel:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options))
 
 
+def _gpt_neox(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "max_position_embeddings": 512, "bos_token_id": 2}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes | options))
+
+
 def _olmo(version: int, **options: Any) -> PreTrainedModel:
     import transformers
 
@@ -331,6 +338,15 @@ DENSE_MODELS = {
         n_embd=64, n_layer=2, n_head=2, n_positions=300, n_inner=75, eos_token_id=3,
         activation_function="gelu", scale_attn_weights=False, tie_word_embeddings=False,
         layer_norm_epsilon=1e-3,
+    ),
+    "gpt-neox": lambda: _gpt_neox(
+        hidden_size=96, intermediate_size=75, num_hidden_layers=3, num_attention_heads=3,
+        eos_token_id=7,
+    ),
+    "gpt-neox-serial": lambda: _gpt_neox(
+        hidden_size=72, intermediate_size=100, num_hidden_layers=2, num_attention_heads=2,
+        eos_token_id=3, use_parallel_residual=False, attention_bias=False, rotary_pct=0.5,
+        hidden_act="gelu_fast", tie_word_embeddings=True, layer_norm_eps=1e-3,
     ),
     "olmo2": lambda: _olmo(
         2, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, eos_token_id=7,

@@ -52,16 +52,18 @@ _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = (
     *("embed_tokens.", "layers.", "norm.", "mtp_layers."),
-    *("wte.", "wpe.", "ln_f."),
+    *("wte.", "wpe.", "ln_f.", "embed_in.", "final_layer_norm."),
 )
 # Prefixes of a language model's names in a checkpoint with a vision tower, and in one without; then
-# those of Nemotron-H, and of GPT-2 as a whole and as a base model saved alone.
+# those of Nemotron-H and GPT-NeoX, and of GPT-2 as a whole and as a base model saved alone.
 _LANGUAGE_MODELS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "backbone.": "model.",
+    "gpt_neox.": "model.",
+    "embed_out.": "lm_head.",
     "transformer.h.": "model.layers.",
     "transformer.": "model.",
     "h.": "model.layers.",

@@ -2,7 +2,8 @@
 
 Qwen3-Next has a gated delta net's projections in two linears. For each key head the rows of
 `in_proj_qkvz` are its query, its key, and the values and then the z of its value heads; those of
-`in_proj_ba` are b and a of its value heads. Qwen3.5's linears are parts of them.
+`in_proj_ba` are b and a of its value heads. Qwen3.5's linears are parts of them. GPT-NeoX has each
+head's query, key and value in one linear.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.models.checkpoints.tensor_files import Cut, TensorInfo
-from graphengine.models.hf.config_schema import QWEN3_5_KEYS, language_model, read_keys
+from graphengine.models.hf.config_schema import KEYS, QWEN3_5_KEYS, language_model, read_keys
 
-_LINEARS = {
+_ATTENTION = ".attention.query_key_value."
+_LINEARS: Mapping[str, tuple[str, ...]] = {
     ".in_proj_qkvz.": (".in_proj_qkv.", ".in_proj_z."),
     ".in_proj_ba.": (".in_proj_b.", ".in_proj_a."),
+    _ATTENTION: tuple(f".attention.{letter}_proj." for letter in "qkv"),
 }
 
 
@@ -75,6 +78,10 @@ def _part_of(
 
 def _pieces(fused: str, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """The rows of each piece of a key head, and the number of key heads."""
+    if fused == _ATTENTION:
+        sizes = read_keys(config, KEYS)
+        count: int = sizes["num_attention_heads"]
+        return (sizes["hidden_size"] // count,) * 3, count
     settings = read_keys(language_model(config), QWEN3_5_KEYS)
     keys, values = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
     each = values // keys
@@ -87,6 +94,8 @@ def _pieces(fused: str, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int
 def _wanted(fused: str, name: str) -> tuple[int, ...]:
     """The places of the pieces that the linear of this name has, in its order."""
     first = _LINEARS[fused][0]
+    if fused == _ATTENTION:
+        return (next(at for at, part in enumerate(_LINEARS[fused]) if part in name),)
     if fused == ".in_proj_ba.":
         return (0,) if first in name else (1,)
     return (0, 1, 2) if first in name else (3,)

@@ -46,7 +46,9 @@ _QUANTISED = re.compile(
     r"qzeros|g_idx|SCB|weight_format|absmax|quant_map|quant_state.*|nested_(absmax|quant_map)"
 )
 # Buffers that old checkpoints store along with weights: functions of the config, or masks.
-_BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias|(.*\.)?position_ids|.*\.attn\.bias")
+_BUFFERS = re.compile(
+    r"(.*\.)?rotary_emb\..*|.*\.masked_bias|(.*\.)?position_ids|.*\.attn\.bias|.*\.attention\.bias"
+)
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
 # Shows that a layer past the model's own is a draft module, as in DeepSeek's checkpoints.

@@ -258,6 +258,14 @@ GPT2_KEYS = (
 )
 """The keys of `config.json` that are read for GPT-2."""
 
+GPT_NEOX_KEYS = (
+    Key("layer_norm_eps", "number", (0, 1), default=1e-5),
+    Key("use_parallel_residual", "flag", default=True),
+    Key("rotary_pct", "number", (0, 1), default=0.25),
+    Key("rotary_emb_base", "number", (1.01, 1e30), default=10_000.0),
+)
+"""The keys of `config.json` that are read for GPT-NeoX."""
+
 STARCODER2_KEYS = (
     Key("norm_epsilon", "number", (0, 1), default=1e-5),
     Key("use_bias", "flag", default=True),
@@ -548,7 +556,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
-        *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS),
+        *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS, *GPT_NEOX_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

@@ -16,8 +16,12 @@ import pytest
 import torch
 from events import GENEROUS_S
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -55,10 +59,25 @@ def _gemma3() -> PreTrainedModel:
     return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds))
 
 
+def _gemma2() -> PreTrainedModel:
+    """Each rank caps its own logits."""
+    caps = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.5}
+    sizes = SIZES | {"head_dim": 64, "sliding_window": 9, "tie_word_embeddings": True}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes | caps))
+
+
+def _gpt_neox() -> PreTrainedModel:
+    """Each rank has some heads of a fused linear."""
+    config = GPTNeoXConfig(**SIZES)
+    return GPTNeoXForCausalLM(config)
+
+
 WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES | {"hidden_size": 256})),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=64, sliding_window=19)),
     "gemma3": _gemma3,
+    "gemma2": _gemma2,
+    "gpt-neox": _gpt_neox,
 }
 FAMILIES = [
     ("llama-biases", 2),
@@ -67,6 +86,8 @@ FAMILIES = [
     ("qwen2", 2),
     ("mistral", 2),
     ("gemma3", 2),
+    ("gemma2", 2),
+    ("gpt-neox", 4),
 ]
 
 
