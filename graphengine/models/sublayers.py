@@ -195,13 +195,16 @@ def allocate_sublayers(
     def norm() -> Tensor:
         return torch.empty(hidden, device=device, dtype=dtype)
 
+    # Sublayers side by side may share a norm.
+    made = {each.norm: norm() for each in layer}
+    biases = {name: norm() if norms == "layer_biased" else None for name in made}
     for each in layer:
         yield SublayerWeights(
             kind=norms,
-            norm_bias=norm() if norms == "layer_biased" else None,
+            norm_bias=biases[each.norm],
             block=each.block.allocate(prefix + each.prefix, forms, device=device, dtype=dtype),
             norm_name=prefix + each.norm if each.norm else "",
-            norm=norm() if each.norm else torch.ones_like(norm()),
+            norm=made[each.norm] if each.norm else torch.ones_like(made[""]),
             post_norm_name=prefix + each.post_norm if each.post_norm else "",
             post_norm=norm() if each.post_norm else None,
             parallel=each.parallel,

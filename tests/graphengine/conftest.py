@@ -158,6 +158,13 @@ def _gpt_neox(**options: Any) -> PreTrainedModel:
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes | options))
 
 
+def _cohere2(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "max_position_embeddings": 512, "bos_token_id": 2}
+    return transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**sizes | options))
+
+
 def _olmo(version: int, **options: Any) -> PreTrainedModel:
     import transformers
 
@@ -347,6 +354,15 @@ DENSE_MODELS = {
         hidden_size=72, intermediate_size=100, num_hidden_layers=2, num_attention_heads=2,
         eos_token_id=3, use_parallel_residual=False, attention_bias=False, rotary_pct=0.5,
         hidden_act="gelu_fast", tie_word_embeddings=True, layer_norm_eps=1e-3,
+    ),
+    "cohere2": lambda: _cohere2(
+        hidden_size=88, intermediate_size=75, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=7, sliding_window=19, logit_scale=0.3,
+    ),
+    "cohere2-types": lambda: _cohere2(
+        hidden_size=72, intermediate_size=100, num_hidden_layers=2, num_attention_heads=2,
+        eos_token_id=3, layer_types=["full_attention", "sliding_attention"], attention_bias=True,
+        tie_word_embeddings=False, layer_norm_eps=1e-3, sliding_window=5,
     ),
     "olmo2": lambda: _olmo(
         2, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, eos_token_id=7,

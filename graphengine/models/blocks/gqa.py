@@ -61,6 +61,8 @@ class GroupedQueryAttention:
     nope      whether heads stay as they are where others rotate them (NoPE)
     rotated   the part of a head that RoPE rotates, as in its `RopeConfig`; with gates, one over a
               whole number
+    interleaved  whether RoPE turns each value with its neighbour in the checkpoint, not with the
+              one half a head further on; of whole heads alone
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
     names     name of the output's linear, and how the names of the heads' norms end
@@ -88,6 +90,7 @@ class GroupedQueryAttention:
     window: int = 0
     nope: bool = False
     rotated: float = 1.0
+    interleaved: bool = False
     scale_of: float = 0.0
     sinks: bool = False
     softcap: float = 0.0
@@ -122,7 +125,9 @@ class GroupedQueryAttention:
     def rows(self) -> HeadRows:
         """The rows of queries, keys, values and gates."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return HeadRows(*sizes, rotated=int(self.head_dim * self.rotated), gated=self.gated)
+        # As in a head of as many parts as pairs: rows of first values come before second ones.
+        rotated = 2 if self.interleaved else int(self.head_dim * self.rotated)
+        return HeadRows(*sizes, rotated=rotated, gated=self.gated)
 
     @property
     def scale(self) -> float:

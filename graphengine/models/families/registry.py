@@ -7,6 +7,7 @@ from collections.abc import Callable
 from graphengine.models.contract import ModelConfig
 from graphengine.models.families import (
     beside_towers,
+    cohere2,
     deepseek,
     gemma2,
     gemma3,
@@ -38,6 +39,7 @@ from graphengine.models.families import (
 from graphengine.models.hf.config_schema import HfConfig, read_key
 
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
+    "Cohere2ForCausalLM": cohere2.read_config,
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
     "Gemma2ForCausalLM": gemma2.read_config,

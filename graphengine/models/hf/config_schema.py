@@ -258,6 +258,18 @@ GPT2_KEYS = (
 )
 """The keys of `config.json` that are read for GPT-2."""
 
+COHERE2_KEYS = (
+    Key("layer_norm_eps", "number", (0, 1), default=1e-5),
+    Key("logit_scale", "number", (1e-6, 1e6), default=0.0625),
+    # Every n-th layer has no window; read where there are no `layer_types`.
+    Key("sliding_window_pattern", "integer", (1, 1024), default=4),
+    Key("position_embedding_type", "text", default=None, null=True),
+    Key("order_of_interleaved_layers", "text", default=None, null=True),
+    Key("use_gated_activation", "flag", default=True),
+    Key("use_parallel_block", "flag", default=True),
+)
+"""The keys of `config.json` that are read for Cohere 2."""
+
 GPT_NEOX_KEYS = (
     Key("layer_norm_eps", "number", (0, 1), default=1e-5),
     Key("use_parallel_residual", "flag", default=True),
@@ -557,6 +569,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS, *GPT_NEOX_KEYS),
+        *COHERE2_KEYS,
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

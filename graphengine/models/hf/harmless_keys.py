@@ -37,6 +37,7 @@ _HARMLESS = """
     mtp_transformer_layers num_mtp_modules use_mtp
     n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj attn_pdrop output_past
+    layer_switch use_embedding_sharing use_parallel_embedding
 
     _sliding_window_pattern initial_context_length
 

@@ -28,7 +28,16 @@ from graphengine.models.splitting.stages import of_stage
 
 NAMES = (
     *("gemma2", "gemma2-types", "olmo2", "olmo3", "phi3", "phi3-96", "smollm3", "smollm3-marked"),
-    *("gpt2", "gpt2-plain", "gpt-neox", "gpt-neox-serial", "starcoder2", "starcoder2-plain"),
+    *(
+        "cohere2",
+        "cohere2-types",
+        "gpt2",
+        "gpt2-plain",
+        "gpt-neox",
+        "gpt-neox-serial",
+        "starcoder2",
+        "starcoder2-plain",
+    ),
 )
 PROMPT_LENGTHS = (1, 75)
 WINDOWS = {
@@ -56,7 +65,17 @@ def test_logits_and_greedy_tokens(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "olmo3", "phi3", "smollm3-marked", "starcoder2", "gpt2", "gpt-neox"]
+    "name",
+    [
+        "gemma2",
+        "olmo3",
+        "phi3",
+        "smollm3-marked",
+        "starcoder2",
+        "gpt2",
+        "gpt-neox",
+        "cohere2-types",
+    ],
 )
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     dense_checkpoints: dict[str, Any], device: str, name: str

@@ -658,8 +658,14 @@ def test_the_model_type_says_what_architectures_do_not(family: str, architecture
 
 
 def test_neither_architecture_nor_model_type_lists_the_known() -> None:
-    refused("has no architectures, and model_type=None; known: Deepseek", small(architectures=None))
-    refused("model_type='gpt3'; known: Deepseek", small(architectures=[], model_type="gpt3"))
+    refused(
+        "has no architectures, and model_type=None; known: Cohere2ForCausalLM, Deepseek",
+        small(architectures=None),
+    )
+    refused(
+        "model_type='gpt3'; known: Cohere2ForCausalLM, Deepseek",
+        small(architectures=[], model_type="gpt3"),
+    )
     refused(
         "'LlamaForTokenClassification'; known", small(architectures=["LlamaForTokenClassification"])
     )

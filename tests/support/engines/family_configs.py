@@ -32,6 +32,7 @@ _MOE = {**_QWEN, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_s
         "shared_expert_intermediate_size": 512}  # fmt: skip
 
 CONFIGS: Mapping[str, Config] = {
+    "Cohere2ForCausalLM": {**_DENSE, "sliding_window": 256, "sliding_window_pattern": 2},
     "DeepseekV2ForCausalLM": {**SHAPES["deepseek-v2-lite"], **_FEW, "n_routed_experts": 8},
     "DeepseekV3ForCausalLM": {
         **_EXPERTS, **_LATENT, "num_key_value_heads": 8, "scoring_func": "sigmoid",
