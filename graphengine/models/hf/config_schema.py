@@ -409,6 +409,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_double_wide_mlp": (False,),
     "lm_head_bias": (False,),
     "qkv_bias": (False,),
+    "attention_out_bias": (False,),
     "use_gemma_norm": (False,),
     # Factors and caps.
     "attn_logit_softcapping": (0,),

@@ -24,6 +24,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
         ("glm-lite", {"tensor_parallel": 2}),
         ("glm-lite", {"tensor_parallel": 2, "expert_parallel": True}),
         ("minimax", {"pipeline_parallel": 2}),
+        ("exaone", {"pipeline_parallel": 2}),
+        ("ernie", {"tensor_parallel": 2}),
     ],
 )
 def test_two_ranks_compute_what_transformers_does(

@@ -47,6 +47,35 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=2, norm_topk_prob=False,
         mlp_layer_types=["sparse", "dense", "dense", "sparse"], tie_word_embeddings=True,
     ),
+    "seed": lambda: make(
+        "SeedOss", hidden_size=72, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-3,
+    ),
+    "seed-biases": lambda: make(
+        "SeedOss", hidden_size=56, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=80, attention_bias=False,
+        attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_parameters=YARN,
+    ),
+    # Its window ends within the longer prompts; the last layer has none, and no RoPE.
+    "exaone": lambda: make(
+        "Exaone4", hidden_size=192, intermediate_size=100, num_hidden_layers=4,
+        num_attention_heads=3, num_key_value_heads=1, sliding_window=23, rms_norm_eps=1e-3,
+        rope_parameters=YARN,
+    ),
+    "exaone-full": lambda: make(
+        "Exaone4", hidden_size=160, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, sliding_window=None,
+        layer_types=["full_attention"] * 2, tie_word_embeddings=True,
+    ),
+    "ernie": lambda: make(
+        "Ernie4_5", hidden_size=72, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, use_bias=True,
+    ),
+    "ernie-tied": lambda: make(
+        "Ernie4_5", hidden_size=56, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=80, tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
     "minimax": lambda: make(
         "MiniMaxM2", hidden_size=72, intermediate_size=36, num_hidden_layers=3,
         num_attention_heads=6, num_key_value_heads=2, head_dim=64, num_local_experts=7,
