@@ -124,7 +124,7 @@ class ChainBench:
         for layer in range(layers):
             product = residual.scaled
             for name, of_layer in config.linears.items():
-                if of_layer.kind == "sample" or (of_layer.experts and of_layer.kind == "swiglu"):
+                if of_layer.kind == "sample" or (of_layer.experts and of_layer.kind != "residual"):
                     continue
                 if of_layer.experts:
                     residual = self._launch_experts(plans, layer, residual)
