@@ -19,7 +19,7 @@ from checkpoints.hybrids import MODELS, A, C, E, F, M, granite, nemotron, qwen_n
 from checkpoints.small_decoders import block_in, expert_layers
 from engines.small_engine import run
 from engines.speculation import script, step_with
-from extent import extent
+from extent import extent, some_of
 from graphengine import Engine, Request, SamplingParams, Session
 from graphengine.config import RoundedKind
 from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
@@ -420,8 +420,17 @@ def test_states_may_be_in_half_precision(
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("family", ["granite", "nemotron", "nemotron-experts", "qwen-next"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    some_of(
+        [
+            (family, kind)
+            for family in ("granite", "nemotron", "nemotron-experts", "qwen-next")
+            for kind in ("fp8", "int4")
+        ],
+        *(0, 1, 4, 7),
+    ),
+)
 def test_rounded_weights(
     tmp_path: Path,
     write_model: Callable[..., Any],
