@@ -22,7 +22,8 @@ from graphengine.kernels.comm.items import (
 )
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.sample.sampling import best_of_tiles, check_tiles
+from graphengine.kernels.sample.sampling import check_tiles
+from graphengine.kernels.sample.tiles import best_of_tiles
 
 WORDS = tl.constexpr(4)
 """Words of a lane: two of its best candidate, one of its health, and one of padding to make pairs.

@@ -37,11 +37,8 @@ from graphengine.kernels.norm_rope.embedding import (
     load_embedding,
     store_embedding,
 )
-from graphengine.kernels.sample.sampling import (
-    check_tiles,
-    token_of_tiles,
-    token_of_tiles_reference,
-)
+from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_reference
+from graphengine.kernels.sample.tiles import token_of_tiles
 from graphengine.kernels.step.state import DecodeLanes
 
 

@@ -21,7 +21,8 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.draft.trees.top_drafts import TopDrafts
-from graphengine.kernels.sample.sampling import tile_of_token, tile_of_token_reference
+from graphengine.kernels.sample.sampling import tile_of_token_reference
+from graphengine.kernels.sample.tiles import tile_of_token
 
 # Weight of the newest step in the share.
 _RATE = tl.constexpr(1 / 16)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
-from graphengine.kernels.sample.sampling import token_of_tiles
+from graphengine.kernels.sample.tiles import token_of_tiles
 
 
 class FusionArgs(NamedTuple):

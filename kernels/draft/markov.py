@@ -24,7 +24,8 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.logits.logprobs import check_logits
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters, unfiltered
-from graphengine.kernels.sample.sampling import best_of_tile, sample_tiles_reference
+from graphengine.kernels.sample.sampling import sample_tiles_reference
+from graphengine.kernels.sample.tiles import best_of_tile
 from graphengine.kernels.step.state import DecodeLanes
 
 MAX_RANK = 1024

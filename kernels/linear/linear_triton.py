@@ -23,7 +23,7 @@ from graphengine.kernels.comm.items import begin_sum, push_part, sum_of_ranks
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import activated, soft_capped
-from graphengine.kernels.sample.sampling import best_of_tile
+from graphengine.kernels.sample.tiles import best_of_tile
 
 
 class ResidualArgs(NamedTuple):

@@ -52,7 +52,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.core.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
+from graphengine.kernels.core.philox import gumbel, philox_uint32
 from graphengine.kernels.sample.candidates import (
     COARSE,
     LARGEST,
@@ -60,25 +60,20 @@ from graphengine.kernels.sample.candidates import (
     MASS_SCALE,
     SamplingTensors,
     check_parameters,
-    is_coarse,
-    mask_stop_ids,
-    scaled_tile,
-    sortable_key,
-    value_of_key,
 )
 from graphengine.kernels.sample.cutoff import find_cutoffs
 from graphengine.kernels.sample.sigma import sigma_floor_reference
+from graphengine.kernels.sample.tiles import (
+    FINITE,
+    HEALTH,
+    NAN,
+    NOTHING,
+    NOTHING_FINITE,
+    best_of_tile,
+    token_of_tiles,
+)
 
 MAX_VOCABULARY = 1 << 22
-
-_NOTHING = tl.constexpr(-(2**63))
-
-# The lowest bits of a tile's health: whether its logits are valid; the row's is the largest. The
-# other bits are the sortable key of its best's rounding error, 0 where that does not count.
-_NOTHING_FINITE = tl.constexpr(0)
-_FINITE = tl.constexpr(1)
-_NAN = tl.constexpr(2)
-HEALTH = tl.constexpr(3)
 
 _TILE_BLOCK = 1024
 _MAX_REDUCE_BLOCK = 4096
@@ -186,7 +181,7 @@ def sample_reference(
     token_R = torch.empty_like(slot_R) if out is None else out
     id_V = np.arange(logits_RV.shape[1])
     for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R + 1, params, id_V):
-        if health_V.max() != _FINITE.value:
+        if health_V.max() != FINITE.value:
             token_R[row] = -1
             continue
         # Of equal values argmax takes the first, which has the lowest id.
@@ -216,12 +211,12 @@ def sample_tiles_reference(
     best_RC = torch.empty(shape, dtype=torch.int64, device=device)
     health_RC = torch.empty(shape, dtype=torch.int32, device=device)
     for row, health_V, kept, value in _rows(logits_RV, slot_R, position_R + ahead, params, id_V):
-        key_V, second_V = np.full((2, vocabulary), _NOTHING.value, np.int64)
+        key_V, second_V = np.full((2, vocabulary), NOTHING.value, np.int64)
         key_V[kept], second_V[kept] = _key(value.sum), _second(value.error, id_V[kept])
         best_C, health_C = (np.maximum.reduceat(each, starts) for each in (key_V, health_V))
-        second_V[key_V < best_C.repeat(widths)] = _NOTHING.value
+        second_V[key_V < best_C.repeat(widths)] = NOTHING.value
         second_C = np.maximum.reduceat(second_V, starts)
-        there = best_C > _NOTHING.value
+        there = best_C > NOTHING.value
         best_C[there] = best_C[there] << 32 | second_C[there] & LAST_ID.value
         health_C[there] |= (second_C[there] >> 32).astype(np.int32)
         best_RC[row], health_RC[row] = torch.from_numpy(best_C), torch.from_numpy(health_C)
@@ -232,9 +227,9 @@ def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> 
     """Plain twin of `token_of_tiles`, for all rows: new int32 [R]."""
     key_RC, error_RC = best_RC >> 32, (health_RC & ~HEALTH.value).long()
     second_RC = error_RC << 32 | best_RC & LAST_ID.value
-    last_R = second_RC.where(key_RC == key_RC.amax(dim=1, keepdim=True), _NOTHING.value).amax(dim=1)
+    last_R = second_RC.where(key_RC == key_RC.amax(dim=1, keepdim=True), NOTHING.value).amax(dim=1)
     token_R: torch.Tensor = (last_R & LAST_ID.value) ^ LAST_ID.value
-    valid_R = (health_RC & HEALTH.value).amax(dim=1) == _FINITE.value
+    valid_R = (health_RC & HEALTH.value).amax(dim=1) == FINITE.value
     return token_R.where(valid_R, -1).to(torch.int32)
 
 
@@ -242,7 +237,7 @@ def tile_of_token_reference(
     token_R: torch.Tensor, valid_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain twin of `tile_of_token`, for all rows: new int64 [R] and int32 [R]."""
-    health_R = torch.where(valid_R, _FINITE.value, _NOTHING_FINITE.value)
+    health_R = torch.where(valid_R, FINITE.value, NOTHING_FINITE.value)
     return (token_R ^ LAST_ID.value).to(torch.int64), health_R.to(torch.int32)
 
 
@@ -291,8 +286,8 @@ def _candidates(
     """The health, kept columns and values of a row whose token will sit at `position`."""
     if position < min_len:
         logits_V = np.where(np.isin(id_V, stop_ids_E), np.float32(-np.inf), logits_V)
-    health_V = np.where(np.isnan(logits_V), _NAN.value, _NOTHING_FINITE.value).astype(np.int32)
-    health_V[np.isfinite(logits_V)] = _FINITE.value
+    health_V = np.where(np.isnan(logits_V), NAN.value, NOTHING_FINITE.value).astype(np.int32)
+    health_V[np.isfinite(logits_V)] = FINITE.value
 
     columns = np.flatnonzero(logits_V > -np.inf)
     value: NDArray[np.float32] = logits_V[columns]
@@ -409,151 +404,6 @@ def _check(
         raise ValueError(f"a vocabulary of {vocabulary} is outside 1 .. {MAX_VOCABULARY}")
     check_lanes(rows, slot=slot_R, position=position_R)
     return check_parameters(params)
-
-
-@triton.jit
-def _any(flags):
-    """Whether one of the [L, 1] flags is set; a scalar."""
-    return tl.max(tl.max(flags.to(tl.int32), 1), 0) != 0
-
-
-@triton.jit
-def _pack_tile(key, ids):
-    """int64 whose largest is the largest key, then the lowest id: key << 32 | (2^31 - 1 - id)."""
-    return (key.to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
-
-
-@triton.jit
-def is_best_coarse(best):
-    """Whether rounding errors decide between tiles, or candidates, with this best's value."""
-    return is_coarse(value_of_key((best >> 32).to(tl.int32)))
-
-
-@triton.jit
-def best_of_tile(
-    logits,
-    ids,
-    inside,
-    slot,
-    position,
-    live,
-    temperature_ptr,
-    seed_ptr,
-    stop_ids_ptr,
-    min_len_ptr,
-    stop_ids,
-    cut_key=None,
-    cut_id=None,
-):
-    """The best candidate of each lane's tile of logits; its bits do not depend on the tiling.
-
-    Args:
-        logits: float32 [L, B]; anything in lanes that are not live and outside the vocabulary.
-        ids: int32 [1, B], the tokens' ids, ascending over the tiles.
-        inside: int1 [1, B], whether the token exists.
-        slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is sampled.
-        live: int1 [L, 1]; other lanes' parameters are not read.
-        temperature_ptr, seed_ptr, stop_ids_ptr, min_len_ptr: of `SamplingTensors`.
-        stop_ids: E.
-        cut_key, cut_id: int32 [L, 1], what the cutoff kernel found; None without filters.
-
-    Returns:
-        best int64 [L], `_NOTHING` if there is no candidate, and health int32 [L]; both mean nothing
-        in lanes that are not live.
-    """
-    slot = slot.to(tl.int64)
-    logits = tl.where(inside, logits, float("-inf"))
-    waits = live & (position < tl.load(min_len_ptr + slot, mask=live, other=0))
-    if _any(waits):
-        logits = mask_stop_ids(logits, ids, waits, stop_ids_ptr + slot * stop_ids, stop_ids)
-    finite = tl.abs(logits) < float("inf")
-    health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
-
-    health = tl.max(health, 1)
-    kept = logits > float("-inf")
-    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
-    draws = temperature > 0
-    if _any(draws):
-        scaled = scaled_tile(logits, tl.where(draws, temperature, 1.0))
-        if cut_key is not None:
-            key = sortable_key(scaled)
-            passes = (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
-            kept = kept & (passes | (temperature <= 0))
-        seed = tl.load(seed_ptr + slot, mask=live, other=0)
-        noise = gumbel_tile(philox_uint32_tile(seed, position, ids))
-        value = tl.where(draws, scaled + noise, logits)
-        best = tl.max(tl.where(kept, _pack_tile(sortable_key(value), ids), _NOTHING), 1)
-        coarse = draws & is_best_coarse(best)[:, None]
-        if _any(coarse):
-            tied = kept & coarse & (sortable_key(value) == (best >> 32).to(tl.int32)[:, None])
-            error = noise - (value - tl.where(tied, scaled, 0.0))
-            second = _pack_tile(sortable_key(error) & ~HEALTH, ids)
-            second = tl.max(tl.where(tied, second, _NOTHING), 1)
-            found = second > _NOTHING
-            best = tl.where(found, (best & ~LAST_ID) | (second & LAST_ID), best)
-            health = tl.where(found, health | (second >> 32).to(tl.int32), health)
-    else:
-        best = tl.max(tl.where(kept, _pack_tile(sortable_key(logits), ids), _NOTHING), 1)
-    return best, health
-
-
-@triton.jit
-def tile_of_token(token, valid):
-    """Best and health of a row's only tile: `token_of_tiles` makes it `token`, or -1 if invalid."""
-    return (token ^ LAST_ID).to(tl.int64), tl.where(valid, _FINITE, _NOTHING_FINITE)
-
-
-@triton.jit
-def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
-    """The token of a row, -1 without valid logits; undefined if the row is not live."""
-    lane = row + tl.zeros([1], tl.int32)
-    live = live & (tl.zeros([1], tl.int32) == 0)
-    return tl.max(tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live, 1, BLOCK), 0)
-
-
-@triton.jit
-def tokens_of_tiles(
-    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """`token_of_tiles` for several rows at once: their loads overlap."""
-    best_W, health_W = best_of_tiles(best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W, BLOCK_C)
-    token_W = (best_W & LAST_ID).to(tl.int32) ^ LAST_ID
-    return tl.where((health_W & HEALTH) == _FINITE, token_W, -1)
-
-
-@triton.jit
-def best_of_tiles(
-    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Combine all tiles of each row into one: best int64 and health int32 [W]. Among further tiles
-    it decides as they would.
-    """
-    best = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
-    health = tl.full([BLOCK_W, BLOCK_C], _NOTHING_FINITE, tl.int32)
-    for start in range(0, tiles, BLOCK_C):
-        tile = (start + tl.arange(0, BLOCK_C))[None, :]
-        inside = live_W[:, None] & (tile < tiles)
-        at = lane_W[:, None] * tiles + tile
-        best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=_NOTHING))
-        status = tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE) & HEALTH
-        health = tl.maximum(health, status)
-    best_W, health_W = tl.max(best, 1), tl.max(health, 1)
-    if tl.max(is_best_coarse(best_W).to(tl.int32), 0) != 0:
-        # Tiles may tie in the sum. Only then is a pass over their errors needed.
-        last = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
-        for start in range(0, tiles, BLOCK_C):
-            tile = (start + tl.arange(0, BLOCK_C))[None, :]
-            inside = live_W[:, None] & (tile < tiles)
-            at = lane_W[:, None] * tiles + tile
-            packed = tl.load(best_ptr + at, mask=inside, other=_NOTHING)
-            error_key = tl.load(health_ptr + at, mask=inside, other=0) & ~HEALTH
-            second = (error_key.to(tl.int64) << 32) | (packed & LAST_ID)
-            tied = inside & ((packed >> 32) == (best_W >> 32)[:, None])
-            last = tl.maximum(last, tl.where(tied, second, _NOTHING))
-        second_W = tl.max(last, 1)
-        best_W = ((best_W >> 32) << 32) | (second_W & LAST_ID)
-        health_W |= (second_W >> 32).to(tl.int32)
-    return best_W, health_W
 
 
 @triton.jit

@@ -18,10 +18,8 @@ from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
-from graphengine.kernels.sample.sampling import (
-    check_tiles,
-    tokens_of_tiles,
-)
+from graphengine.kernels.sample.sampling import check_tiles
+from graphengine.kernels.sample.tiles import tokens_of_tiles
 from graphengine.kernels.step.finish_reference import (
     FinishedStep,
     verify_commit_publish_reference,

@@ -20,7 +20,7 @@ from graphengine.kernels.linear.linear_triton import (
     STREAM_FIELDS,
 )
 from graphengine.kernels.norm_rope.activation import activated, soft_capped
-from graphengine.kernels.sample.sampling import best_of_tile
+from graphengine.kernels.sample.tiles import best_of_tile
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _activated = gluon.jit(activated.fn)

@@ -29,7 +29,6 @@ from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.cutoff import find_cutoffs
 from graphengine.kernels.sample.sampling import (
     MAX_VOCABULARY,
-    best_of_tile,
     check_tiles,
     sample,
     sample_reference,
@@ -37,6 +36,7 @@ from graphengine.kernels.sample.sampling import (
     sample_tiles_reference,
     token_of_tiles_reference,
 )
+from graphengine.kernels.sample.tiles import best_of_tile
 
 # Triton's interpreter scales huge logits with numpy, which warns of what is clamped next.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
