@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
-from graphengine.buckets import BucketLadder
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.commands import SlotOperations
@@ -29,7 +28,7 @@ from graphengine.core.weight_state import WeightState
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
-from graphengine.host.plan import Plan, PrefillChunk, Replay
+from graphengine.host.plan import Plan, Replay
 from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
 from graphengine.observe.recorder import Recorder
@@ -46,10 +45,8 @@ from graphengine.program.fields import (
 )
 from graphengine.program.graph_key import (
     GraphKey,
-    PrefillKind,
+    chunk_key,
     decode_key,
-    note_key,
-    prefill_key,
 )
 from graphengine.prompt_embeds import EmbedsSpec
 from graphengine.prompts import Prompt
@@ -590,17 +587,3 @@ def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> 
         grids=takes_grids(config, model),
         images=runtime.prefill_cut if takes_images(config, model) else None,
     )
-
-
-def prefill_kind(request: Request) -> PrefillKind:
-    """The kind of prefill graph that the request needs."""
-    if request.job.processing is None:
-        return "fast"
-    return "full" if request.prompt_logprobs is None else "prompt"
-
-
-def chunk_key(chunk: PrefillChunk, ladder: BucketLadder) -> GraphKey:
-    """The graph for a chunk, among the captured token buckets."""
-    if chunk.noted:
-        return note_key(ladder.sizes[-1])
-    return prefill_key(ladder.pick(chunk.count), prefill_kind(chunk.request))

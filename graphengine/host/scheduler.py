@@ -203,10 +203,7 @@ class Scheduler:
         return self.blocks_for(self._reach(job, job.max_len))
 
     def check_queue(self, count: int = 1) -> None:
-        """QueueFull unless `count` more requests may wait for a slot.
-
-        Requests that get a vacant slot in the next step do not count as waiting.
-        """
+        """QueueFull unless `count` more may wait, beyond those that get a slot in the next step."""
         check_queue(len(self.waiting), self.slots.count(None), self._max_waiting, count)
 
     @property

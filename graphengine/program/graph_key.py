@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
+from graphengine.buckets import BucketLadder
+from graphengine.host.plan import PrefillChunk
+from graphengine.requests.request import Request
+
 Sampler = Literal["fast", "full"]
 """`fast`: greedy or by temperature, folded into lm_head. `full`: also top-k, top-p, min-p and every
 other option on a request's logits."""
@@ -68,3 +72,17 @@ def prefill_key(tokens: int, kind: PrefillKind = "fast") -> GraphKey:
 def note_key(tokens: int) -> GraphKey:
     """The graph that notes up to this many prompt tokens whose KV already exists."""
     return GraphKey("prefill", tokens, variant="note")
+
+
+def _prefill_kind(request: Request) -> PrefillKind:
+    """The kind of prefill graph that the request needs."""
+    if request.job.processing is None:
+        return "fast"
+    return "full" if request.prompt_logprobs is None else "prompt"
+
+
+def chunk_key(chunk: PrefillChunk, ladder: BucketLadder) -> GraphKey:
+    """The graph for a chunk, among the captured token buckets."""
+    if chunk.noted:
+        return note_key(ladder.sizes[-1])
+    return prefill_key(ladder.pick(chunk.count), _prefill_kind(chunk.request))

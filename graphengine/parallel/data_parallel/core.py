@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from graphengine.core.engine_core import Collected, EngineCore, chunk_key, new_scheduler
+from graphengine.core.engine_core import Collected, EngineCore, new_scheduler
 from graphengine.core.waits import Waits
 from graphengine.host.plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.host.rank_schedulers import RankSchedulers
@@ -23,7 +23,7 @@ from graphengine.host.scheduler import Scheduler
 from graphengine.observe.tracing import ranged
 from graphengine.parallel.data_parallel.runtime import DataParallelRuntime, RemoteRank
 from graphengine.program.fields import NO_CHUNK, chunk_updates
-from graphengine.program.graph_key import GraphKey, decode_key
+from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
 from graphengine.requests.request import Request
 
 Plans = tuple[Plan | None, ...]
