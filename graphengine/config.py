@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +13,7 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
+from graphengine.options.calibration import read_calibration
 from graphengine.options.checks import INT32_MAX, is_finite, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.options.draft_schedule import DraftSchedule
@@ -469,41 +468,14 @@ class EngineConfig(EngineSizes):
         object.__setattr__(self, name, tuple(map(int, sizes)))
 
     def _check_calibration(self) -> None:
-        prompt: object = self.kv_calibration
-        if prompt is None:
+        if self.kv_calibration is None:
             return
         if self.kv_dtype != "fp8":
             raise ValueError(
                 f"kv_calibration is for kv_dtype='fp8', not for kv_dtype={self.kv_dtype!r}"
             )
-        if isinstance(prompt, str):
-            return
-        # Bytes are sequences of integers, but they are not token ids.
-        if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
-            raise ValueError(f"kv_calibration={shown(prompt)} must be text or a list of token ids")
-        # Before the ids are looked at: a range may have any number of them.
-        self.check_calibration_length(prompt, self.max_seq_len or USUAL_SEQ_LEN)
-        for index, token in enumerate(prompt):
-            if not is_int(token) or not 0 <= token <= INT32_MAX:
-                raise ValueError(
-                    f"kv_calibration={shown(prompt)} has {shown(token)} at index {index}: token "
-                    f"ids are integers in [0, {INT32_MAX}]"
-                )
-        object.__setattr__(self, "kv_calibration", tuple(map(int, prompt)))
-
-    def check_calibration_length(self, ids: Sequence[int], max_seq_len: int) -> None:
-        """ValueError, with both numbers, unless a request could have the `ids` as its prompt."""
-        try:
-            count = len(ids)
-        except OverflowError:  # a range of more than an index can count
-            count = sys.maxsize
-        if not count:
-            raise ValueError(f"kv_calibration={self.kv_calibration!r} holds no token")
-        if count >= max_seq_len:
-            raise ValueError(
-                f"kv_calibration={shown(self.kv_calibration)} has {count} tokens: "
-                f"max_seq_len={max_seq_len} has room for {max_seq_len - 1} and a new one"
-            )
+        prompt = read_calibration(self.kv_calibration, self.max_seq_len or USUAL_SEQ_LEN)
+        object.__setattr__(self, "kv_calibration", prompt)
 
     def _keep_cut(self, given: object) -> None:
         object.__setattr__(self, "prefill_cut", PrefillCut.read(given).steps)

@@ -23,6 +23,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.budget.cache_budget import calibration_blocks
 from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.options.calibration import check_calibration_length
 from graphengine.options.checks import shown
 from graphengine.text.tokenizer import Tokenizer
 
@@ -77,7 +78,9 @@ def calibration_ids(
             prompt = tuple(tokenizer.encode(prompt))
         except ValueError as error:
             raise ValueError(f"kv_calibration: {error}") from error
-    config.check_calibration_length(prompt, config.sequence_limit(model.max_positions))
+    check_calibration_length(
+        config.kv_calibration, prompt, config.sequence_limit(model.max_positions)
+    )
     for index, token in enumerate(prompt):
         if token >= model.vocab_size:
             raise ValueError(
