@@ -142,7 +142,7 @@ SAMPLING = ("temperature", "top_p", "stop", "seed", "presence_penalty", "frequen
 READ = {"model", "n", "stream", "stream_options", "logprobs", "max_tokens", "logit_bias"}
 READ |= {"user", "metadata", *SAMPLING}
 MOST_CHOICES = 32
-"""Of one body, at most: what the engine lets wait."""
+"""Most choices of one request body: as many requests as the engine lets wait."""
 # Not served, but these values ask for nothing.
 NOTHING: dict[str, Any] = {
     "echo": False, "best_of": 1, "suffix": "", "tools": [], "tool_choice": "none", "store": False,
@@ -298,7 +298,7 @@ class Choice:
                 yield token, logprob
 
     def _of_text(self, tokens: Sequence[tuple[int, Mapping[int, Logprob]]]) -> Body:
-        """As OpenAI's does, it tells the token that came also where others are more probable."""
+        """Like OpenAI's, it always includes the token that was sampled, even below the top ones."""
         names, offsets = [], []
         for token, _ in tokens:
             name, data = self._token(token)
