@@ -583,7 +583,7 @@ class EngineConfig(EngineSizes):
         return replace(self, device=device, lookahead=self.launched_ahead, row_family=self.family)
 
     def check_eos_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The checkpoint's end-of-sequence ids. ValueError if a request cannot have so many."""
+        """The checkpoint's end-of-sequence ids. ValueError if they exceed `max_stop_ids`."""
         if len(eos_ids) > self.max_stop_ids:
             raise ValueError(
                 f"the checkpoint has {len(eos_ids)} end-of-sequence ids, and at most "

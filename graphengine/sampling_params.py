@@ -271,7 +271,7 @@ class SamplingParams:
         False,
         doc="""`Engine.force` may choose the request's next token. While such a request is active,
         the engine has no lookahead, as with grammars. `bad_words` and `structured_outputs` are
-        refused beside it at submit""",
+        refused together with it at submit""",
     )
     routing: RoutingRecord | ArrayLike | None = option(
         None,

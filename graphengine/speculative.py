@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MAX_NGRAM = 16
 MAX_MATCH = 64
 _USUAL_DRAFTS = 3
-# Above so many live requests a step is better spent on them than on drafts.
+# With more live requests than this, a step is better spent on them than on drafts.
 AUTO_MAX_LIVE = 32
 FORCE_ACCEPTED = "GRAPHENGINE_FORCE_ACCEPTED"
 

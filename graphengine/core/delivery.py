@@ -43,9 +43,9 @@ _HALTED = STOP | LENGTH
 class Delivery:
     """Reads mailbox lanes, finishes requests, and keeps events until a step returns them.
 
-    scheduler  retires finished requests, and is told how many tokens a speculative row emitted
-    gate       is told how many drafts were accepted
-    recorder   is told which requests finished, while it records
+    scheduler  retires finished requests, and gets the number of tokens of each speculative row
+    gate       gets the number of accepted drafts
+    recorder   gets the finished requests while it records
     forced     whether acceptance is forced, so that no draft is judged
     withholds  whether the drafter withholds drafts: a row without any then counts as judged
 

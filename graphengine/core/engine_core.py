@@ -351,7 +351,7 @@ class EngineCore:
         return plan
 
     def _choose_width(self, live_rows: int) -> None:
-        """Set the tokens of a row to what the gate or the schedule chooses for so many requests.
+        """Set the tokens of a row to what the gate or the schedule chooses for this many requests.
 
         Where the drafter's weights are stale, as few as there are graphs for.
         """

@@ -52,7 +52,7 @@ _STEPS = USES_MASK | USES_BIAS | USES_REPETITION | USES_COUNTS
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes of so many rows of lm_head and of their ids, int32."""
+    """Bytes of this many rows of lm_head and of their ids, int32."""
     form = forms.get("lm_head")
     if form is None or not rows:
         return rows * (hidden * dtype.itemsize + 4)

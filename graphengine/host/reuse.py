@@ -167,7 +167,7 @@ class Reuse:
         return len(self.reusable(context, tokens)) * self._block_size
 
     def reusable(self, context: Context, tokens: int) -> list[int]:
-        """Blocks of a session that a turn of so many tokens can begin with."""
+        """Blocks of a session that a turn of this many tokens can begin with."""
         count = min(len(context.blocks), max(0, tokens - 1) // self._block_size)
         return context.blocks[: self.rings.reusable(context.ring, count)]
 

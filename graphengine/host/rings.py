@@ -50,7 +50,7 @@ class WindowRing(NamedTuple):
 
 
 def ring_blocks(window: int, launch_tokens: int, block_size: int) -> int:
-    """Blocks of a ring, for launches of so many tokens of a sequence.
+    """Blocks of a ring, for launches of this many tokens of a sequence.
 
     A launch writes all of its tokens before the first of them reads its window, which includes
     itself.

@@ -200,7 +200,7 @@ class RankGroup(Protocol):
         ...
 
     def push_lanes(self, lanes: ExpertLanes, /) -> ExpertLanes | None:
-        """All ranks' lanes in rank order, by one kernel; None where no kernel takes so many."""
+        """All ranks' lanes in rank order, by one kernel; None where no kernel takes this many."""
         ...
 
 

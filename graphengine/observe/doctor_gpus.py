@@ -66,7 +66,7 @@ def _cuda_finding(machine: Machine) -> Finding | None:
 
 
 def _no_gpu_finding(machine: Machine, *, told_before: bool) -> Finding:
-    """Why torch finds no GPU; a driver that is too old was told before."""
+    """Why torch finds no GPU; a driver that is too old was reported before."""
     software, present = machine.software, machine.driver.gpus
     names = ", ".join(present) if present else "a device file of a GPU"
     if machine.hides_gpus and (present or machine.driver.has_device):

@@ -131,7 +131,7 @@ class LinkShape(NamedTuple):
 
     @classmethod
     def of_loads(cls, ranks: int, nbytes: int) -> LinkShape:
-        """The shape for so many ranks besides the driver, and commands with `nbytes` of data."""
+        """The shape for this many ranks besides the driver, and commands with `nbytes` of data."""
         return cls(ranks, -(-nbytes // 8))
 
     @property

@@ -180,7 +180,7 @@ class Ranks:
         self.check()
 
     def wait_until_updated(self, nbytes: int) -> None:
-        """Wait until all ranks have done the last command, an update of so many bytes of weights.
+        """Wait until all ranks have done the last command, an update of this many bytes of weights.
 
         RankFailed if one never will, or has not within the limit plus the time to read the bytes.
         """

@@ -82,7 +82,7 @@ class StageFlow(StepFlow):
         self._group, self._hidden = group, hidden
         names = [*_COMMITTED, *(["draft_tokens"] if drafts else [])]
         self._fed = {name: buffers[name] for name in names}
-        # How many groups of squares the previous stage leaves; whether the next one was told ours.
+        # How many groups of squares the previous stage leaves; whether the next one has got ours.
         self._groups, self._told = 0, False
 
     @property

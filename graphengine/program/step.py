@@ -368,7 +368,7 @@ class StepProgram:
 
 
 def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: int) -> Verified:
-    """What a drafter is told about a step of these lanes; for trees, about the accepted paths."""
+    """What a drafter gets of a step of these lanes; for trees, the lanes of the accepted paths."""
     if step.path is None:
         return Verified(lanes, hidden, step, drafts)
     path = step.path

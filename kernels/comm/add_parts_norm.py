@@ -50,12 +50,12 @@ LANE_PROGRAMS = 256
 _SHIFTS = tl.constexpr(4)
 """Groups of consecutive programs; the groups store their parts one after the other."""
 
-# Memory is counted in multiples of so many words, so that it is aligned for 16 bytes per thread.
+# Memory is counted in multiples of this many words, so that it is aligned for 16 bytes per thread.
 _ALIGNED = 4
 
 
 def split_has_room(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether this memory has room to split chunks of so many lanes."""
+    """Whether this memory has room to split chunks of this many lanes."""
     return _words_needed(memory, lanes, hidden, dtype) <= memory.size
 
 

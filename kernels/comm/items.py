@@ -337,7 +337,7 @@ def take_words(
 
 @triton.jit
 def look_at_host(peers, polls, began, looked, over, TIMED: tl.constexpr):
-    """Check the host's words if a look is due after so many polls of a wait.
+    """Check the host's words if a look is due after this many polls of a wait.
 
     Returns whether waits are over and when the words were looked at last; both unchanged if no look
     is due.

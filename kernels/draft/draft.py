@@ -552,7 +552,7 @@ def commit_args(
 
 
 def commit_blocks(tiles: DraftTiles, draft_SK: torch.Tensor, warps: int) -> dict[str, int]:
-    """Tile sizes for `commit_lane` in a kernel of so many warps: at most 16 tiles per thread."""
+    """Tile sizes for `commit_lane` in a kernel of this many warps: at most 16 tiles per thread."""
     return {
         "BLOCK_C": min(triton.next_power_of_2(tiles.best.shape[1]), 512 * warps),
         "BLOCK_K": triton.next_power_of_2(draft_SK.shape[1]),

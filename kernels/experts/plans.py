@@ -149,7 +149,7 @@ def chunk_tile(
     dtype: torch.dtype,
     weight: WeightFormat | None = None,
 ) -> ProductTile:
-    """The tile of a chunk of so many lanes: as many pairs as an expert has on average, or more."""
+    """The tile of a chunk with these lanes: as many pairs as an expert has on average, or more."""
     if weight is not None:
         most = 32 if dtype == torch.float32 else 128
         size = min(most, max(DECODE_BLOCK, 1 << (-(-lanes * top_k // experts) - 1).bit_length()))
@@ -171,7 +171,7 @@ def chunk_tile(
 
 
 def decode_block(lanes: int, top_k: int, experts: int, weight: WeightFormat | None = None) -> int:
-    """Pairs of a block in a decode step of so many lanes; it affects speed only.
+    """Pairs of a block in a decode step of this many lanes; it affects speed only.
 
     A packed expert is unpacked for each block, so experts with more pairs get the larger block.
     """
@@ -180,7 +180,7 @@ def decode_block(lanes: int, top_k: int, experts: int, weight: WeightFormat | No
 
 
 def groups_pairs(lanes: int, top_k: int, experts: int, tokens_per_row: int = 1) -> bool:
-    """Whether a decode step of so many lanes groups its pairs; it affects speed only.
+    """Whether a decode step of this many lanes groups its pairs; it affects speed only.
 
     Grouping costs a launch. With half as many pairs as experts, about a fifth of the pairs share an
     expert with another pair; with a quarter as many, a tenth, and more if lanes are tokens of one

@@ -194,7 +194,7 @@ def given_routes_reference(
 
 
 def _check_ids(expert_LNk: torch.Tensor, lanes: int) -> tuple[int, int]:
-    """Return (L, k); ValueError unless `expert_LNk` is dense int32 ids of so many lanes."""
+    """Return (L, k); ValueError unless `expert_LNk` is dense int32 ids of this many lanes."""
     shape, dtype = tuple(expert_LNk.shape), expert_LNk.dtype
     dense = dtype == torch.int32 and expert_LNk.is_contiguous()
     if len(shape) != 3 or shape[1] != lanes or not dense or 0 in shape[::2]:

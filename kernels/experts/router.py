@@ -53,7 +53,7 @@ class Router:
     group_best: int = 2
 
     def check(self, experts: int) -> None:
-        """Raise ValueError unless the router can choose among so many experts."""
+        """Raise ValueError unless the router can choose among this many experts."""
         if self.scores not in get_args(RouterScores):
             raise ValueError(
                 f"scores={self.scores!r} is none of {', '.join(get_args(RouterScores))}"
@@ -169,7 +169,7 @@ def check_route(
     given_Nk: torch.Tensor | None,
     expert_Nk: torch.Tensor | None,
 ) -> Routes:
-    """Return the tensors for the routes. ValueError unless the arguments fit a router of so many
+    """Return the tensors for the routes. ValueError unless the arguments fit a router of this many
     experts.
     """
     router.check(experts)

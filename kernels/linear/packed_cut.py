@@ -123,7 +123,7 @@ def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
 def packed_plan(
     kind: WeightFormat, M: int, K: int, family: RowFamily, processors: int = USUAL_PROCESSORS
 ) -> LinearPlan:
-    """A plan for a weight that no tuning table knows, on so many multiprocessors."""
+    """A plan for a weight that no tuning table knows, on this many multiprocessors."""
     warps, lanes = 4, 1 if family == "fma" else 32
     if family == "fma":
         block_m = BLOCK_ROWS

@@ -85,7 +85,7 @@ def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype, tokens
 
 
 def least_programs(processors: int) -> int:
-    """Fewest programs of a `dot` plan on so many multiprocessors, if K can be split: 90 of 132.
+    """Fewest programs of a `dot` plan on this many multiprocessors, if K can be split: 90 of 132.
 
     More programs cost more, in inputs and partial sums, than the idle multiprocessors would bring.
     """
@@ -100,7 +100,7 @@ def heuristic_plan(
     family: RowFamily,
     processors: int = USUAL_PROCESSORS,
 ) -> LinearPlan:
-    """A plan for a weight [M, K] that no tuning table knows, on so many multiprocessors."""
+    """A plan for a weight [M, K] that no tuning table knows, on this many multiprocessors."""
     check_kind(kind, family)
     if family == "fma":
         return _fma_plan(kind, M, K, dtype, processors)

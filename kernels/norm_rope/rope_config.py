@@ -180,7 +180,7 @@ def rope_frequencies(
 def _dynamic_frequencies(
     config: RopeConfig, tokens_N: torch.Tensor, *, head_dim: int
 ) -> torch.Tensor:
-    """NTK-aware scaling whose base grows with the sequence: [N, D/2] after so many tokens each.
+    """NTK-aware scaling whose base grows with the sequence: [N, D/2] after this many tokens each.
 
     Source: `_compute_dynamic_ntk_parameters` of transformers, which computes the base in float32.
     One by one, as powers of whole vectors have other bits.

@@ -132,7 +132,7 @@ def check_conv(
     channels: int,
     dtype: torch.dtype,
 ) -> None:
-    """ValueError for a convolution that does not fit inputs of so many channels."""
+    """ValueError for a convolution that does not fit inputs of this many channels."""
     if weight_CD.dim() != 2 or not 2 <= weight_CD.shape[1] <= MAX_TAPS:
         raise ValueError(f"the weight must be [C, D] of 2 to {MAX_TAPS} taps, not {_of(weight_CD)}")
     if ring_SEC.dim() != 3 or ring_SEC.shape[2] != channels:

@@ -14,7 +14,7 @@ PIECE = 64
 
 
 def piece_count(lanes: int) -> int:
-    """The most pieces that a chunk of so many lanes may overlap."""
+    """The most pieces that a chunk of this many lanes may overlap."""
     return int(triton.cdiv(lanes, PIECE)) + 1
 
 

@@ -304,7 +304,7 @@ def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
 def chain_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, layers: int
 ) -> Chain:
-    """A chain of so many layers with random weights. ValueError for layers that are not alike."""
+    """A chain of this many layers with random weights. ValueError for layers that are not alike."""
     chain = new_chain(config, layers=layers, dtype=dtype, device=device)
     fill_random(chain.weights.named(), chain.weights.linears())
     return chain

@@ -108,7 +108,7 @@ class Conversation:
         return result, summarise(engine, result, engine.counters - before)
 
     def rewind(self, turns: int) -> None:
-        """Forget the last turns. ValueError, with both numbers, unless there are so many."""
+        """Forget the last turns. ValueError, with both numbers, for more than there are."""
         if not 1 <= turns <= self.turns:
             raise ValueError(f"/rewind {turns}: turns that can be forgotten: {self.turns}")
         del self.messages[-2 * turns :]
@@ -129,7 +129,7 @@ class ChatOutput:
         self._json = json
 
     def begin(self, model: str, device: str) -> None:
-        """Print who answers, and how to leave; a program is not told."""
+        """Print who answers, and how to leave; nothing with `json`."""
         if not self._json:
             self.notice(f"{model} on {device}. /help lists commands, /quit or Ctrl-D ends.")
 

@@ -422,7 +422,7 @@ class AttentionWeights:
         launch: DecodeLaunch | PrefillLaunch,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return a product's queries, of so many `heads`, rotated; append the rest to `kv`."""
+        """Return a product's queries, of this many `heads`, rotated; append the rest to `kv`."""
         block = self.block
         return rope_append(
             qkv,

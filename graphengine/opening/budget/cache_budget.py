@@ -147,7 +147,7 @@ def _add_swap(
 
 
 def _needed_swap(slots: int, blocks: int, one: int) -> int:
-    """Swap blocks that a pool of so many blocks can need: all requests but the oldest may be
+    """Swap blocks that a pool of this many blocks can need: all requests but the oldest may be
     paused, with `one` blocks each at most; 0 if all slots' requests fit.
     """
     return 0 if blocks >= slots * one else (slots - 1) * one
@@ -167,7 +167,7 @@ def _swap_bytes(blocks: int, block: BlockBytes, *, pinned: bool) -> int:
 def _add_calibration(
     budget: MemoryBudget, shape: EngineShape, block: BlockBytes, tokens: int, held: int
 ) -> None:
-    """Add what the KV of so many tokens, in `dtype` and without rings, takes beyond the `held`
+    """Add what the KV of this many tokens, in `dtype` and without rings, takes beyond the `held`
     bytes of caches. The caches are allocated only after that KV is freed.
     """
     blocks = 1 + calibration_blocks(tokens, shape.config.block_size)
@@ -179,5 +179,5 @@ def _add_calibration(
 
 
 def calibration_blocks(tokens: int, block_size: int) -> int:
-    """Blocks, without the dummy, of the cache for calibrating with a prompt of so many tokens."""
+    """Blocks, without the dummy, of the cache for calibrating with a prompt of this many tokens."""
     return -(-tokens // block_size)

@@ -223,7 +223,7 @@ def _patiently(
 
 
 def _poll(peers: Sequence[_Peer], seconds: float) -> None:
-    """Wait until a peer can advance, for at most so many seconds."""
+    """Wait until a peer can advance, for at most this many seconds."""
     poll = select.poll()
     for peer in peers:
         poll.register(*peer.wanted())
@@ -231,7 +231,7 @@ def _poll(peers: Sequence[_Peer], seconds: float) -> None:
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers after so many bytes."""
+    """What is left of the buffers after this many bytes."""
     left = []
     for buffer in buffers:
         taken = min(count, len(buffer))

@@ -182,7 +182,7 @@ def attend(
 
 
 def _tile_rows(of_kv_head: int, units: int, at_once: int) -> int:
-    """Choose M for so many rows (lanes x query heads) of a kv head; no bit depends on it.
+    """Choose M for this many rows (lanes x query heads) of a kv head; no bit depends on it.
 
     With 32 rows a tile is read once for twice as many heads, but a thread's registers do not hold
     their sums. On an H200 a layer of Llama 8B then takes 14 us with 6 lanes of one row; it takes

@@ -14,7 +14,7 @@ from graphengine.kernels.core.triton_versions import reinterpret, sync_threads
 from graphengine.kernels.norm_rope.rope import scale_head
 
 BLOCK = gl.constexpr(16)
-"""New tokens are written into a tile so many at a time."""
+"""New tokens are written into a tile this many at a time."""
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _scale_head = gluon.jit(scale_head.fn)

@@ -74,7 +74,7 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
 def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
-    """Whether to use `attend` for these queries in so many segments: it can run, and is faster.
+    """Whether to use `attend` for these queries in this many segments: it can run, and is faster.
 
     It needs a Hopper GPU, 16-bit heads of 64 or 128, and a cache of their dtype or FP8_KV whose
     rows are aligned to 16 bytes.

@@ -49,7 +49,7 @@ class Tile:
         return {"num_warps": 4, "maxnreg": _REGISTERS if self.warp_groups == 1 else None}
 
     def stages_of(self, step: int, outputs: int) -> int:
-        """Steps of so many bytes that fit shared memory beside the outputs on their way to memory.
+        """Steps of `step` bytes that fit shared memory, less `outputs` bytes on their way out.
 
         ValueError for too few.
         """

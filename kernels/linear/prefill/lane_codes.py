@@ -52,7 +52,7 @@ class LaneCodes(NamedTuple):
 
 
 def code_bytes(lanes: int, columns: int) -> int:
-    """Bytes of `LaneCodes` of so many lanes and columns."""
+    """Bytes of `LaneCodes` of this many lanes and columns."""
     return lanes * _pitch(columns) + 4 * _scales(lanes)
 
 

@@ -222,7 +222,7 @@ def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
 
 
 def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTile:
-    """A tile for so many lanes and rows on a GPU of so many multiprocessors."""
+    """A tile for this many lanes and rows on a GPU of this many multiprocessors."""
     if lanes <= 64:
         # A step has few products against its other costs, so take long steps.
         width = max(16, triton.next_power_of_2(lanes))

@@ -66,7 +66,7 @@ _COSTS = {Fp8Tile(256): 1.9, Fp8Tile(128): 1.0, Fp8Tile(128, 1): 0.65}
 
 
 def takes_fp8(kind: WeightFormat, columns: int) -> bool:
-    """Whether a weight in this format, of so many columns, can be multiplied by e4m3 lanes."""
+    """Whether a weight in this format, of this many columns, can be multiplied by e4m3 lanes."""
     is_fp8 = CODES[kind.code].stored == FP8_KV
     return is_fp8 and kind.columns % STEP == 0 and columns % WORD == 0
 
@@ -84,7 +84,7 @@ def check_lane_codes(x: LaneCodes, weight: PackedWeight) -> None:
 
 
 def fp8_tile(M: int, lanes: int, processors: int) -> Fp8Tile:
-    """A tile for so many lanes and rows on a GPU of so many multiprocessors."""
+    """A tile for this many lanes and rows on a GPU of this many multiprocessors."""
     if lanes <= 64:
         return Fp8Tile(max(16, triton.next_power_of_2(lanes)), 1)
 
