@@ -50,7 +50,16 @@ MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
-        *("contract", "linears", "states", "families.registry", "routing", "vocabulary", "weights"),
+        *(
+            "contract",
+            "linears",
+            "states",
+            "families.registry",
+            "repeats",
+            "routing",
+            "vocabulary",
+            "weights",
+        ),
         *("checkpoints", "plans", "quantised", "splitting"),
     )
 }

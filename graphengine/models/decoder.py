@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.call import AnyWeight, LinearCall
 from graphengine.kernels.linear.epilogues import StoreLogits
 from graphengine.kernels.linear.linear import linear
-from graphengine.kernels.linear.packed import first_rows
+from graphengine.kernels.linear.packed import PackedWeight, first_rows
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
 from graphengine.kernels.norm_rope.layer_norm import add_positions, layer_norm_residual
@@ -71,12 +72,14 @@ from graphengine.models.decoder_layer import (
 )
 from graphengine.models.linears import Linear, linear_name, names_of_linears, refill
 from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.repeats import block_runner
 from graphengine.models.states import StateTensors
 from graphengine.models.sublayers import (
     AttendingWeights,
     Block,
     BlockWeights,
     RecurringWeights,
+    packed_of,
     products,
 )
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
@@ -105,6 +108,11 @@ class DecoderWeights(ModelWeights):
         if self.lm_head is self.embedding:
             return of_layers
         return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+
+    def packed(self) -> list[PackedWeight | PackedExperts]:
+        """The weights that are packed; those of a layer's experts are one."""
+        weights = [each for block in self.blocks() for each in packed_of(block)]
+        return [*weights, *([self.lm_head] if isinstance(self.lm_head, PackedWeight) else [])]
 
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name. Each rank has the whole vocabulary."""
@@ -385,14 +393,15 @@ class DecoderModel:
         to its dtype.
         """
         scale = self.config.stream_scale
+        # Routes are kept layer by layer.
+        run = block_runner(alike=launch.routes is None)
         residual = self._begin(row, residual, launch)
         for step, memory in self._with_memory(states):
             left = kept_rows(streams, step.layer, residual, scale) if step.ends else None
             residual = residual._replace(kept=left)
             aside = self._decoded_aside(step, row, residual, launch)
-            residual = decode_block(
-                step.block, step.next_norm, row, residual, memory, step.tables, launch
-            )
+            given = step.block, step.next_norm, residual, memory, step.tables
+            residual = run(decode_block, given, (row, launch))
             if aside is not None:
                 residual = residual._replace(scaled=aside.scaled, squares=aside.squares)
         return residual._replace(kept=None)
@@ -492,11 +501,13 @@ class DecoderModel:
         else:
             scratch.h.copy_(x)
         end: tuple[Tensor, ...] = ()
+        run = block_runner(alike=launch.routes is None)
         for index, (step, memory) in enumerate(self._with_memory(states)):
             block, tables = step.block, step.tables
             aside = self._prefilled_aside(step, x, slot, pdl=launch.pdl)
             if index < self._last_kept or not isinstance(block, AttendingWeights):
-                prefill_block(block, step.next_norm, lanes, x, memory, tables, attention, scratch)
+                given = block, step.next_norm, memory, tables
+                run(prefill_block, given, (lanes, x, attention, scratch))
                 if index == self._last_kept:
                     end = (scratch.lane_of(x, lanes.last),)
             else:

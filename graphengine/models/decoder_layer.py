@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.expert_steps import decode_experts, prefill_experts
@@ -164,10 +165,10 @@ def routed_of(layers: Sequence[LayerWeights]) -> RoutedExperts | None:
 def decode_block(
     block: BlockWeights,
     next_norm: NextNorm,
-    row: DecodeLanes,
     residual: Residual,
     memory: Memory,
     tables: RopeTables,
+    row: DecodeLanes,
     launch: DecodeLaunch,
 ) -> Residual:
     """One block for `row`'s tokens.
@@ -215,7 +216,7 @@ def decode_layer(
     """
     for each, following in layer.followed(next_norm):
         residual = decode_block(
-            each.block, following, row, residual, (kv, block_table), tables, launch
+            each.block, following, residual, (kv, block_table), tables, row, launch
         )
     return residual
 
@@ -256,22 +257,24 @@ def prefill_scratch(
         max(weights_width(block, lanes) for block in blocks),
         like=like,
         launch=launch,
-        coded=coded_columns(
-            (each.weight for block in blocks for each in block.linears() if not each.expert),
-            launch.activations,
-        ),
+        coded=0 if launch.activations is None else _coded_columns(blocks, launch.activations),
         outlived=outlived,
         split=split,
     )
 
 
+def _coded_columns(blocks: Sequence[BlockWeights], activations: ActivationKind) -> int:
+    linears = [each for block in blocks for each in block.linears() if not each.expert]
+    return coded_columns((each.weight for each in linears), activations)
+
+
 def prefill_block(
     block: BlockWeights,
     next_norm: NextNorm,
-    lanes: PrefillLanes,
-    stream: Tensor,
     memory: Memory,
     tables: RopeTables,
+    lanes: PrefillLanes,
+    stream: Tensor,
     attention: ChunkAttention,
     scratch: PrefillScratch,
 ) -> None:

@@ -7,13 +7,15 @@ stream after a norm and adds to it; some have another norm before that sum.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gated_delta import GatedDelta, GatedDeltaWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
@@ -209,6 +211,18 @@ def allocate_sublayers(
             post_norm=norm() if each.post_norm else None,
             parallel=each.parallel,
         )
+
+
+def packed_of(block: BlockWeights) -> Iterator[PackedWeight | PackedExperts]:
+    """The weights of a block that are packed; those of all experts are one."""
+    for field in fields(block):
+        value = getattr(block, field.name)
+        # Packed weights are tuples themselves.
+        for each in value if type(value) is tuple else (value,):
+            if isinstance(each, PackedWeight | PackedExperts):
+                yield each
+            elif isinstance(each, BlockWeights):
+                yield from packed_of(each)
 
 
 def products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:

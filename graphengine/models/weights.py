@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.tensor_files import Cut, Ordered
@@ -155,6 +156,11 @@ class StoredWeights(ABC):
         whoever opens an engine with an fp8 cache sets them, and nothing else reads them.
         """
 
+    def packed(self) -> Sequence[PackedWeight | PackedExperts]:
+        """The weights that are packed; those of a layer's experts are one, or one each."""
+        weights = (linear.weight for linear in self.linears())
+        return [weight for weight in weights if isinstance(weight, PackedWeight)]
+
     @property
     def routed(self) -> RoutedExperts | None:
         """The model's experts; None: it has none, and every token uses every weight."""
@@ -186,9 +192,8 @@ class StoredWeights(ABC):
     def bytes_by_kind(self, dtype: torch.dtype) -> dict[str, int]:
         """`nbytes` by kind: first weights in the model's `dtype`, then each format by its label."""
         packed: dict[str, int] = {}
-        for linear in self.linears():
-            if isinstance(linear.weight, PackedWeight):
-                label = linear.weight.format.label
-                packed[label] = packed.get(label, 0) + linear.weight.nbytes
+        for weight in self.packed():
+            label = weight.format.label
+            packed[label] = packed.get(label, 0) + weight.nbytes
         plain = self.nbytes - sum(packed.values())
         return {str(dtype).removeprefix("torch."): plain, **packed}

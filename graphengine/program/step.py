@@ -53,6 +53,7 @@ from graphengine.kernels.step.state import (
 )
 from graphengine.models.contract import DecodeLaunch, Model
 from graphengine.models.linears import stream_groups
+from graphengine.models.repeats import model_runner
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
 from graphengine.models.vocabulary import Vocabulary
@@ -133,7 +134,9 @@ class StepProgram:
         tree = None if trees is None else trees.lanes
         launch = replace(self.launch, tokens_per_row=1 + drafts, tree=tree, routes=routes)
         streams = self.drafter.step_streams
-        residual = model.decode(lanes, residual, self.states, launch, streams=streams)
+        run = model_runner(alike=routes is None)
+        layers = partial(model.decode, streams=streams)
+        residual = run(layers, (lanes, residual, self.states, launch))
         processed, best, health = self._sample(lanes, residual, sampler, drafts, tree)
         relaxed = None
         if self.relaxation is not None and drafts:
@@ -292,15 +295,14 @@ class StepProgram:
             routes = self.routing.begin(chunk.slot, chunk.position)
             last = routes.of_last_layer(chunk.last)
         launch = replace(self.launch.prefill, given=self.given, rope_rows=self._rows_of(chunk))
-        end = self.model.prefill(
-            chunk,
-            self.states,
-            attention,
+        layers = partial(
+            self.model.prefill,
             all_lanes=self.drafter.needs.wants_hidden or kind == "prompt" or routes is not None,
             streams=self.drafter.streams,
             stream=self.flow.arrive_chunk(chunk),
             launch=replace(launch, routes=routes),
         )
+        end = model_runner(alike=routes is None)(layers, (chunk, self.states, attention))
         slot = self.buffers["prefill_slot"]
         vocabulary, launch = self.vocabulary, replace(launch, routes=last)
         logits = self.model.prefill_logits(end, slot, head=vocabulary.head, launch=launch)

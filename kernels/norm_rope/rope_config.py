@@ -139,6 +139,9 @@ def rope_tables(
     if head_dim % 2 or head_dim <= 0 or max_positions <= 0:
         raise ValueError(f"head_dim={head_dim} must be even, max_positions={max_positions} above 0")
     pairs = config.pairs(head_dim)
+    if torch.device(device).type == "meta":
+        empty = torch.empty(2, max_positions, head_dim // 2, device=device)
+        return empty[0], empty[1]
     frequencies, attention_factor = rope_frequencies(
         config, head_dim=2 * pairs, long=config.is_long(max_positions)
     )

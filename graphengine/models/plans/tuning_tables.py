@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -165,8 +166,9 @@ def read_user_table(device: str) -> Table:
     return read_table(path, device)
 
 
+@functools.cache
 def shipped_table(device: str) -> Table:
-    """The plans shipped for this device; empty if it has not been measured."""
+    """The plans shipped for this device; empty if it has not been measured. Not to be changed."""
     file = resources.files("graphengine") / "tuned" / f"{_slug(device)}.json"
     return parse_table(file.read_bytes(), device, origin=str(file)) if file.is_file() else {}
 

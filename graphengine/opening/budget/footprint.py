@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from types import MethodWrapperType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +23,20 @@ from graphengine.kernels.core.devices import assumed, device_of
 from graphengine.kernels.core.launching import UNINITIALISED
 from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.models.contract import ModelConfig
-from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.models.repeats import Moved, repeats_told
+from graphengine.opening.budget.memory import UNLIMITED, MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
+from graphengine.opening.budget.torch_results import known_result
 from graphengine.opening.budget.workspace import Footprint
 from graphengine.program.graph_key import GraphKey
 
 # A product of the BLAS may take two: one for parts of K, and one that adds them up.
 _NODES_OF_TORCH = 2
 _PRODUCTS = {"addmm", "bmm", "matmul", "mm", "linear", "_scaled_mm"}
+# Most calls ask for something of a tensor, or make a view of it; attributes are method wrappers.
+_QUESTIONS = ("__len__", "data_ptr", "dim", "is_contiguous", "numel", "stride", "storage_offset")
+_VIEWS = ("as_strided", "t", "transpose", "unbind", "unsqueeze", "view")
+_NO_NODES = frozenset(getattr(Tensor, name) for name in (*_QUESTIONS, *_VIEWS))
 
 
 def plan_with_footprint(
@@ -56,25 +63,28 @@ def plan_with_footprint(
     gpu = device_of(device)
     if device.type == "cpu" or gpu is None or config.ranks > 1:
         return plan()
-    sizes = plan(footprint=Footprint(0, 0, products=False))
+    sizes = plan(footprint=Footprint(0, 0, products=False), room=UNLIMITED)
     with assumed(gpu):
         steps = sketch_steps(model, sizes, config, drafter)
         return plan(footprint=trace_footprint(steps))
 
 
 def trace_footprint(steps: Mapping[GraphKey, Callable[[], object]]) -> Footprint:
-    """Run the largest step of each kind, over tensors without memory; none of its kind takes more.
+    """What the steps take, run over tensors without memory; inside `assumed`, like them.
 
-    Inside `assumed`, like the steps.
+    Of the decode steps of a kind, the largest takes the most of everything. Prefill steps all run:
+    how attention divides a chunk's keys among programs depends on its length.
     """
     largest: dict[tuple[object, ...], GraphKey] = {}
     counts: dict[tuple[object, ...], int] = {}
     for key in steps:
-        kind = (key.kind, key.variant, key.drafts)
+        kind = (key.kind, key.variant, key.drafts, key.size if key.kind == "prefill" else 0)
         counts[kind] = counts.get(kind, 0) + 1
         if kind not in largest or key.size > largest[kind].size:
             largest[kind] = key
-    found = {kind: _trace(steps[key]) for kind, key in largest.items()}
+    watch = _Watch()
+    with repeats_told(watch):
+        found = {kind: watch.watched(steps[key]) for kind, key in largest.items()}
     return Footprint(
         workspace=max(each.workspace for each in found.values()),
         nodes=sum(each.nodes * counts[kind] for kind, each in found.items()),
@@ -82,11 +92,11 @@ def trace_footprint(steps: Mapping[GraphKey, Callable[[], object]]) -> Footprint
     )
 
 
-def _trace(step: Callable[[], object]) -> Footprint:
-    watch = _Watch()
-    with ops_handed_to(watch.launched), watch:
-        step()
-    return Footprint(watch.most, watch.nodes, watch.products)
+class _Call(NamedTuple):
+    """What a call did: bytes that it took at most besides those there were, and its nodes."""
+
+    most: int
+    nodes: int
 
 
 class _Watch(TorchFunctionMode):
@@ -99,14 +109,47 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.nodes, self.most, self.products = 0, 0, False
         self._living: dict[int, tuple[Any, int]] = {}
+        self._total = 0
+        # When each current call began: most bytes so far, bytes then, and nodes.
+        self._begun: list[tuple[int, int, int]] = []
+
+    def watched(self, step: Callable[[], object]) -> Footprint:
+        """What a step takes."""
+        self.nodes, self.most, self.products = 0, 0, False
+        self._living.clear()
+        self._total = 0
+        with ops_handed_to(self.launched), self:
+            step()
+        return Footprint(self.most, self.nodes, self.products)
 
     def launched(self, op: Op) -> None:
         self.nodes += 1
 
+    def begin(self) -> None:
+        """A call begins that others may repeat."""
+        self._forget()
+        self._begun.append((self.most, self._total, self.nodes))
+        self.most = self._total
+
+    def end(self) -> _Call:
+        """What the call did."""
+        most, bytes_then, nodes = self._begun.pop()
+        done = _Call(self.most - bytes_then, self.nodes - nodes)
+        self.most = max(self.most, most)
+        return done
+
+    def repeat(self, done: _Call, moved: Callable[[], Moved]) -> None:
+        """Count a call that would do the same."""
+        self.nodes += done.nodes
+        self._reach(done.most)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is MethodWrapperType or func in _NO_NODES:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        # Most calls ask for a shape, a stride or a dtype.
+        result = known_result(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         results = [*_stand_ins([result])] if type(result) in (Tensor, tuple, list) else []
         if results:
             given = {*map(_storage, _stand_ins([*args, *kwargs.values()]))}
@@ -121,11 +164,22 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _make(self, tensor: Tensor) -> None:
-        living, nbytes = self._living, tensor.untyped_storage().nbytes()
+        nbytes = tensor.untyped_storage().nbytes()
+        self._reach(nbytes)
+        self._living[_storage(tensor)] = _reference(tensor), nbytes
+        self._total += nbytes
+
+    def _reach(self, nbytes: int) -> None:
+        """So many bytes more exist for a while."""
+        if self._total + nbytes > self.most:
+            self._forget()
+            self.most = max(self.most, self._total + nbytes)
+
+    def _forget(self) -> None:
+        """Forget tensors that are gone."""
+        living = self._living
         for key in [key for key, (reference, _) in living.items() if reference.expired()]:
-            del living[key]
-        living[_storage(tensor)] = _reference(tensor), nbytes
-        self.most = max(self.most, sum(size for _, size in living.values()))
+            self._total -= living.pop(key)[1]
 
 
 def _changes(func: Any) -> bool:

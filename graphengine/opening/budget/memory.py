@@ -32,6 +32,9 @@ _NCCL_BYTES = 512 * 2**20
 # Least number of columns whose squares one program sums, in a product of several lanes.
 _LEAST_SUMMED = 16
 
+UNLIMITED = Room(2**62, 2**62)
+"""More memory than any machine has: for the sizes of an engine that need not fit."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
@@ -144,6 +147,7 @@ def plan_memory(
     drafter: Drafter,
     calibration_tokens: int = 0,
     footprint: Footprint | None = None,
+    room: Room | None = None,
 ) -> MemoryPlan:
     """Sizes and budget of an engine, with rings where they are smaller.
 
@@ -157,10 +161,13 @@ def plan_memory(
     calibration_tokens  tokens of `kv_calibration`: their KV is in `dtype`, and freed before the
                         caches are allocated, so the budget has a line for what it takes beyond them
     footprint           what the steps take besides; None: it is estimated from the model's sizes
+    room                the memory that may be planned; None: what is free now
     """
     rings = window_rings(model, config, drafter.needs.length)
     shape = EngineShape.of(model, config, drafter, checkpoint_dtype)
-    plan = partial(_plan, calibration_tokens=calibration_tokens, footprint=footprint)
+    plan = partial(
+        _plan, calibration_tokens=calibration_tokens, footprint=footprint, room=room or _room(shape)
+    )
     try:
         whole = plan(shape)
     except OutOfBudget:
@@ -172,7 +179,7 @@ def plan_memory(
 
 
 def _plan(
-    shape: EngineShape, *, calibration_tokens: int, footprint: Footprint | None
+    shape: EngineShape, *, calibration_tokens: int, footprint: Footprint | None, room: Room
 ) -> MemoryPlan:
     """Sizes and budget with the rings of this shape; OutOfBudget if the engine does not fit."""
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
@@ -184,7 +191,6 @@ def _plan(
     workspace = workspace_bytes(shape) if footprint is None else footprint.pool_bytes
     budget.add("workspace (estimate)", workspace, shape.where)
     graphs = _add_graphs(budget, shape, footprint)
-    room = _room(shape)
     blocks = add_caches(budget, shape, block, room, calibration_tokens)
     _add_routes(budget, shape, blocks.pool)
     budget.check(room.on_host, shape.pinned)
