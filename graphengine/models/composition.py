@@ -28,7 +28,7 @@ from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.norms import NormKind
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
-from graphengine.models.contract import LayerSpan, ModelConfig, ModelWeights
+from graphengine.models.contract import LayerSpan, ModelWeights
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates
@@ -319,10 +319,9 @@ def attention_of(config: Composition) -> Attending:
     return next(block for block in blocks_of(config) if isinstance(block, Attending))
 
 
-def experts_of(config: ModelConfig) -> Experts | None:
+def experts_of(config: Composition) -> Experts | None:
     """The experts of the layers that have some, which are all alike; None: no layer has."""
-    blocks = blocks_of(config) if isinstance(config, Composition) else []
-    return next((block for block in blocks if isinstance(block, Experts)), None)
+    return next((block for block in blocks_of(config) if isinstance(block, Experts)), None)
 
 
 def windows_of(config: Composition) -> tuple[int, ...]:

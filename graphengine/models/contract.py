@@ -16,7 +16,7 @@ Letters: N or T lanes, S slots, H hidden, V vocabulary, B blocks of a slot's tab
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
@@ -415,6 +415,22 @@ class ModelConfig(Protocol):
 
     def stored_as(self, forms: WeightForms) -> Self:
         """This model with its weights stored in these forms."""
+        ...
+
+    def named_as(self, tensors: Collection[str]) -> Self:
+        """This model with the names of a checkpoint that has these tensors."""
+        ...
+
+    def parted(self, beginning: Collection[str]) -> Self:
+        """This model where these linears of a checkpoint begin products of their own, if it can."""
+        ...
+
+    def with_state_dtype(self, dtype: torch.dtype) -> Self:
+        """This model with heads' states in this dtype; itself where no layer has any."""
+        ...
+
+    def stage(self, span: LayerSpan) -> Self:
+        """These layers of the model, as a pipeline stage has them."""
         ...
 
     @property

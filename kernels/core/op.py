@@ -87,14 +87,6 @@ def ops_handed_to(take: Callable[[Op], object]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def recorded_ops() -> Iterator[list[Op]]:
-    """A list that gets the launches inside, in their order, instead of their being launched."""
-    ops: list[Op] = []
-    with ops_handed_to(ops.append):
-        yield ops
-
-
 def own_kernels() -> set[str]:
     """Names of this package's Triton and Gluon functions, of all modules that are imported.
 

@@ -41,7 +41,7 @@ from graphengine.kernels.experts.reference import (
     expert_sum_reference,
 )
 from graphengine.kernels.experts.router import Routes
-from graphengine.kernels.linear.linear_triton import SumArgs, stream_args
+from graphengine.kernels.linear.operands import SumArgs, stream_args
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import (
     Residual,

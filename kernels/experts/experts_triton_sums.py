@@ -13,7 +13,7 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.experts.held import place_of_expert
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
+from graphengine.kernels.linear.operands import KEEPING_FIELDS, STREAM_FIELDS
 
 
 @triton.jit(do_not_specialize=["lanes"])

@@ -35,7 +35,7 @@ from graphengine.kernels.experts.pairs import (
     PairProduct,
 )
 from graphengine.kernels.experts.plans import ProductTile, decode_tile
-from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
+from graphengine.kernels.linear.operands import StreamArgs, SumArgs
 from graphengine.kernels.linear.plans import LinearPlan
 
 _SUM_LANES = 4

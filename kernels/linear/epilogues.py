@@ -23,7 +23,7 @@ import triton
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.core.lanes import check_lanes, check_vector, check_weight, output_rows
 from graphengine.kernels.linear.call import LinearCall
-from graphengine.kernels.linear.linear_triton import (
+from graphengine.kernels.linear.operands import (
     CapArgs,
     CappedSamplerArgs,
     LogitsArgs,

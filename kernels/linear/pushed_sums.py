@@ -22,7 +22,7 @@ from graphengine.kernels.comm.items import (
 )
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, start_next, wait_for_inputs
-from graphengine.kernels.linear.linear_triton import KeepingArgs, ProductArgs, StreamArgs
+from graphengine.kernels.linear.operands import KeepingArgs, ProductArgs, StreamArgs
 from graphengine.kernels.linear.residual_sum import leave_for_norm
 
 BLOCK_H = 256

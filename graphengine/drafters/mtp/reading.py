@@ -109,9 +109,10 @@ def _expert_modules(
     ValueError for parts whose sizes the target does not have: it gives the reason, rather than a
     list of names.
     """
-    there = set() if experts_of(target) is None else {_EXPERTS}
-    if isinstance(target, DecoderConfig) and isinstance(attention_of(target), LatentAttention):
-        there.add(_LATENT)
+    there = set()
+    if isinstance(target, DecoderConfig):
+        there |= set() if experts_of(target) is None else {_EXPERTS}
+        there |= {_LATENT} if isinstance(attention_of(target), LatentAttention) else set()
     found: list[int] = []
     for index, prefix in enumerate(prefixes):
         layer = prefix + layout.layer

@@ -17,7 +17,6 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint, Progress, eos_
 from graphengine.models.checkpoints.gguf_config import with_metadata_keys
 from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
-from graphengine.models.composition import Composition
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
@@ -83,17 +82,14 @@ def read_model(
     Logs unknown keys of `config.json`, and a LoRA adapter in the same folder. ValueError says what
     is missing, unsupported or contradictory.
     """
-    config = _read_config(checkpoint)
-    if isinstance(config, Composition):
-        config = config.named_as(checkpoint.tensors)
+    config = _read_config(checkpoint).named_as(checkpoint.tensors)
     quantisation = quantisation_of(checkpoint)
     packed: list[StoredLinear] = []
     if quantisation is not None:
         for note in quantisation.notes:
             log.info("%s: %s", checkpoint.path, note)
         config = _with_own_head(checkpoint, quantisation, config)
-        if isinstance(config, Composition):
-            config = config.parted(parted_names(quantisation, _meta(config).linears()))
+        config = config.parted(parted_names(quantisation, _meta(config).linears()))
         linears = _meta(config).linears()
         config = config.stored_as(stored_forms(checkpoint, quantisation, linears))
         packed = _meta(config).linears()
@@ -134,9 +130,7 @@ def with_state_dtype(config: ModelConfig, dtype: StateDtype) -> ModelConfig:
     """
     if dtype == "auto":
         return config
-    changed = config
-    if isinstance(config, Composition):
-        changed = config.with_state_dtype(DTYPES[dtype])
+    changed = config.with_state_dtype(DTYPES[dtype])
     if changed is config:
         raise ValueError(
             f"state_dtype={dtype!r}, but no layer of this {config.architecture} has heads with "

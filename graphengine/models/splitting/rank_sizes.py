@@ -54,14 +54,14 @@ def of_rank(
         return config
     if data_parallel:
         return _data_parallel(config, share)
-    if expert_parallel and experts_of(config) is None:
-        raise ValueError(
-            f"expert_parallel=True, but no layer of this {config.architecture} has experts"
-        )
     if not isinstance(config, DecoderConfig):
         raise ValueError(
             f"tensor_parallel={share.ranks} is for models whose layers have attention, recurrent "
             f"heads or channels, and feed-forwards, which this {config.architecture} has not"
+        )
+    if expert_parallel and experts_of(config) is None:
+        raise ValueError(
+            f"expert_parallel=True, but no layer of this {config.architecture} has experts"
         )
     part = split_layers(config, share, expert_parallel)
     return part.stored_as(forms_of_rank(part.forms, _meta(config), _meta(part), share.ranks))

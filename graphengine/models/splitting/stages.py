@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.models.composition import Composition
 from graphengine.models.contract import LayerSpan, ModelConfig, Share
 from graphengine.models.states import paged_states
 
@@ -63,7 +62,7 @@ def of_stage(
     ValueError, with the numbers, for a model that has too few layers.
     """
     span = stage_spans(whole or config, share.ranks)[share.rank]
-    return _stage(config, span._replace(embeds=embeds))
+    return config.stage(span._replace(embeds=embeds))
 
 
 def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
@@ -71,11 +70,6 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
 
     Each stage has a layer that keeps keys and values, or latents. ValueError as in `of_stage`.
     """
-    if not isinstance(config, Composition):
-        raise ValueError(
-            f"pipeline_parallel={stages} is for models of families that tell their layers apart, "
-            f"which this {config.architecture} does not"
-        )
     layers = config.num_layers
     if stages > layers:
         raise ValueError(
@@ -89,7 +83,7 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
             f"{config.architecture} has {sum(paged)}"
         )
     weights = [
-        _stage(config, LayerSpan(layer, layer + 1, layers))
+        config.stage(LayerSpan(layer, layer + 1, layers))
         .allocate(device="meta", dtype=_DTYPE)
         .nbytes
         for layer in range(layers)
@@ -123,8 +117,3 @@ def _bounds(weights: Sequence[int], paged: Sequence[bool], stages: int) -> list[
             for first in range(layers)
         ]
     return [0, *best[0][1]]
-
-
-def _stage(config: ModelConfig, span: LayerSpan) -> ModelConfig:
-    assert isinstance(config, Composition), f"{config=}"
-    return config.stage(span)

@@ -16,7 +16,7 @@ from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.pairs import NO_ACTIVATION, ActivationArgs, PairProduct
 from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.linear.gluon import linear_gluon
-from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
+from graphengine.kernels.linear.operands import StreamArgs, SumArgs
 from graphengine.kernels.linear.packed_cut import PACKED_COLUMNS, PackedArgs, new_cut
 from graphengine.kernels.linear.plans import LinearKind, LinearPlan
 

@@ -42,7 +42,7 @@ from graphengine.kernels.linear.gluon.packed_gluon_ring import (
     place_inputs,
     store_inputs,
 )
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
+from graphengine.kernels.linear.operands import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.linear.packed_cut import Part
 from graphengine.kernels.norm_rope.activation import gated, squared
 

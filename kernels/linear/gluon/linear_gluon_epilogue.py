@@ -14,11 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
 from graphengine.kernels.core.triton_versions import sync_threads
-from graphengine.kernels.linear.linear_triton import (
-    KEEPING_FIELDS,
-    SAMPLER_FIELDS,
-    STREAM_FIELDS,
-)
+from graphengine.kernels.linear.operands import KEEPING_FIELDS, SAMPLER_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import activated, soft_capped
 from graphengine.kernels.sample.tiles import best_of_tile
 

@@ -486,7 +486,8 @@ def test_an_engine_of_parts_has_one_stage() -> None:
 
 
 def test_a_family_that_has_no_stages() -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel=2 is for models of families that tell"):
+    message = "each stage has a layer with attention, of which this ToyForCausalLM has 1"
+    with pytest.raises(ValueError, match=f"pipeline_parallel=2: {message}"):
         of_stage(toy_family.read_config(toy_family.CONFIG, "ToyForCausalLM"), Share(0, 2))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +13,17 @@ import triton.language as tl
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.op import Op, ops_handed_to, recorded_ops
+from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.triton_versions import OPTIONS
+
+
+@contextmanager
+def recorded_ops() -> Iterator[list[Op]]:
+    """A list that gets the launches inside, in their order, instead of their being launched."""
+    ops: list[Op] = []
+    with ops_handed_to(ops.append):
+        yield ops
 
 
 class Pair(NamedTuple):

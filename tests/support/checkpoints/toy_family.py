@@ -12,7 +12,7 @@ Letters: N lanes, T tokens of a chunk, S slots, H hidden, D width of the recurre
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +45,7 @@ from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
     DecodeLaunch,
+    LayerSpan,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
@@ -135,6 +136,18 @@ class ToyConfig:
 
     def stored_as(self, forms: WeightForms) -> ToyConfig:
         raise ValueError(f"a {self.architecture} has no packed weights, {len(forms)} are asked for")
+
+    def named_as(self, tensors: Collection[str]) -> ToyConfig:
+        return self
+
+    def parted(self, beginning: Collection[str]) -> ToyConfig:
+        return self
+
+    def with_state_dtype(self, dtype: torch.dtype) -> ToyConfig:
+        return self
+
+    def stage(self, span: LayerSpan) -> ToyConfig:
+        raise ValueError(f"a {self.architecture} is not cut into stages, as {span} asks for")
 
     @property
     def linears(self) -> Linears:
