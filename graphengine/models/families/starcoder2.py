@@ -32,8 +32,9 @@ _MISSING = {
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Starcoder2ForCausalLM` checkpoint."""
     told = _MISSING | dict(config)
-    # Published configs have another name for it, too, which transformers does not read.
-    told.pop("activation_function", None)
+    for name in ("activation_function", "layer_norm_epsilon"):
+        # Published configs have other names beside the ones that transformers reads.
+        told.pop(name, None)
     own = read_keys(told, STARCODER2_KEYS)
     activation = ungated_activation("hidden_act", told.pop("hidden_act"))
     settings = hf_config.read_settings(told, DEFAULTS)
