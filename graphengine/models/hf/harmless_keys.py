@@ -19,7 +19,7 @@ _HARMLESS = """
     use_reentrant_checkpointing
     output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
     aux_loss_alpha seq_aux ep_size qk_head_dim router_jitter_noise
-    model_max_length seq_length seq_len
+    model_max_length seq_length seq_len attention_softmax_in_fp32 scale_attention_softmax_in_fp32
 
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder
     ignore_index is_llama_config label2id neftune_noise_alpha num_labels output_attentions
