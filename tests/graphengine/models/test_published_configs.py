@@ -19,15 +19,30 @@ from graphengine.models.quantised.config import read_quantisation
 
 ROOT = Path(__file__).resolve().parents[3]
 UNKNOWN = [
-    "BaichuanForCausalLM", "CohereForCausalLM", "DeepseekForCausalLM", "DeepseekV32ForCausalLM",
-    "DeepseekV4ForCausalLM", "GPTBigCodeForCausalLM",
-    "GPTJForCausalLM", "Gemma4ForConditionalGeneration", "GemmaForCausalLM",
-    "GlmMoeDsaForCausalLM", "InternLM2ForCausalLM", "KimiK25ForConditionalGeneration",
-    "Llama4ForConditionalGeneration", "MiMoV2FlashForCausalLM", "MiniCPMForCausalLM",
-    "MiniMaxM3ForCausalLM", "PhiForCausalLM", "QWenLMHeadModel",
-    "Qwen2MoeForCausalLM", "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration", "StableLmForCausalLM",     "Step3p7FlashForCausalLM",
-]  # fmt: skip
+    "BaichuanForCausalLM",
+    "CohereForCausalLM",
+    "DeepseekForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "GPTJForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "GemmaForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "InternLM2ForCausalLM",
+    "KimiK25ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "MiMoV2FlashForCausalLM",
+    "MiniCPMForCausalLM",
+    "MiniMaxM3ForCausalLM",
+    "PhiForCausalLM",
+    "QWenLMHeadModel",
+    "Qwen2MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "StableLmForCausalLM",
+    "Step3p7FlashForCausalLM",
+]
 """Architectures that the engine does not know."""
 _LATENT = "moe_latent_size={}: supported: null"
 REFUSED = {
