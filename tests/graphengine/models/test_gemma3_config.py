@@ -111,7 +111,7 @@ def test_a_config_beside_that_of_images() -> None:
         "even", "text_config.odd"
     ]  # fmt: skip
     # Of a language model alone they are nobody's.
-    assert unknown_keys(TEXT | {"vision_config": vision}) == ["vision_config"]
+    assert unknown_keys(TEXT | {"mm_tokens_per_image": 256}) == ["mm_tokens_per_image"]
 
 
 @pytest.mark.parametrize(
