@@ -14,7 +14,6 @@ from graphengine.models.hf.config_schema import (
     KEYS,
     LAYER_TYPES,
     NEUTRAL_ROPE,
-    NEUTRAL_ROUTING,
     ROPE_KEYS,
     HfConfig,
     Key,
@@ -23,6 +22,7 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
+from graphengine.models.hf.neutral_keys import NEUTRAL_ROUTING
 from graphengine.options.checks import shown
 from graphengine.options.devices import DTYPES
 

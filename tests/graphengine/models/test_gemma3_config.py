@@ -18,7 +18,8 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config
-from graphengine.models.hf.config_schema import GEMMA_KEYS, KEYS, NEUTRAL, unknown_keys
+from graphengine.models.hf.config_schema import GEMMA_KEYS, KEYS, unknown_keys
+from graphengine.models.hf.neutral_keys import NEUTRAL
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TEXT = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}

@@ -35,10 +35,10 @@ from graphengine.models.hf.config_schema import (
     HARMLESS,
     KEYS,
     LATENT_KEYS,
-    NEUTRAL,
     ROPE_KEYS,
     unknown_keys,
 )
+from graphengine.models.hf.neutral_keys import NEUTRAL
 
 NAN, INF = math.nan, math.inf
 
