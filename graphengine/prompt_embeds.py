@@ -12,6 +12,9 @@ follows the grid begins after the greatest row of any axis. transformers does th
 An image's rows may see each other (`ImageEmbeds`), for models that attend in both directions within
 an image. They are fed in one chunk, and the KV of each depends on all of them.
 
+For models that add a tower's features to the stream after their first layers (DeepStack), a row is
+the embedding and then the features of each level; those of embeddings without features are 0.
+
 Letters: n rows, H hidden.
 """
 
@@ -45,6 +48,13 @@ class EmbedsSpec(NamedTuple):
     """Whether positions have three axes, so that embeddings may be a grid."""
     images: PrefillCut | None = None
     """Where prompts are cut, if embeddings may be an image whose rows see each other."""
+    levels: int = 0
+    """Levels of features that a grid's embeddings have besides."""
+
+    @property
+    def width(self) -> int:
+        """Values of a position's row."""
+        return (1 + self.levels) * self.hidden_size
 
 
 class Grid(NamedTuple):
@@ -291,14 +301,25 @@ class GridEmbeds:
         grid: times, height and width of the merged picture; n is their product.
         time_step: rows of RoPE's tables from one time to the next, rounded down for each:
             `second_per_grid_t * tokens_per_second` of Qwen2.5-VL.
+        deepstack: [levels, n, H], for models that add features of several levels of their tower to
+            the stream after their first layers, as Qwen3-VL does (`deepstack_features` of
+            transformers, stacked). None for other models.
 
     Arguments are checked only when the prompt is used; then every error is a ValueError.
     """
 
-    __slots__ = ("grid", "rows", "time_step")
+    __slots__ = ("deepstack", "grid", "rows", "time_step")
 
-    def __init__(self, rows: Tensor, grid: tuple[int, int, int], *, time_step: float = 1.0) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        grid: tuple[int, int, int],
+        *,
+        time_step: float = 1.0,
+        deepstack: Tensor | None = None,
+    ) -> None:
         self.rows, self.grid, self.time_step = rows, grid, time_step
+        self.deepstack = deepstack
 
     def __repr__(self) -> str:
         return f"GridEmbeds({_shape_of(self.rows)}, {self.grid})"
@@ -326,7 +347,34 @@ def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
         raise ValueError(
             f"grid={tuple(grid)} has {placed.size} places for {len(part.rows)} embeddings"
         )
-    return Embeds(tuple(run._replace(grid=placed) for run in found.runs))
+    features = None if spec is None else _features(part.deepstack, len(part.rows), spec)
+    (run,) = found.runs
+    if features is not None and spec is not None:
+        run.rows[:, spec.hidden_size :] = features
+    return Embeds((run._replace(grid=placed),))
+
+
+def _features(given: object, n: int, spec: EmbedsSpec) -> Tensor | None:
+    """A caller's features of n embeddings, [n, levels * H] on the host; None where there are none.
+
+    ValueError, with the shapes, for features that the model does not take, and for none where it
+    takes some.
+    """
+    shape = getattr(given, "shape", None)
+    told = f"deepstack={given!r:.99}" if shape is None else f"deepstack of shape {list(shape)}"
+    if not spec.levels:
+        if given is not None:
+            raise ValueError(f"{told}: this model adds no features after its first layers")
+        return None
+    wanted = (spec.levels, n, spec.hidden_size)
+    if not isinstance(given, Tensor) or shape != wanted or not given.is_floating_point():
+        raise ValueError(f"{told}: the model takes floating point {list(wanted)} with this grid")
+    rows = given.detach().to("cpu", spec.dtype)
+    finite = rows.isfinite().all(dim=2)
+    if not finite.all():
+        level, row = divmod(int(finite.flatten().int().argmin()), n)
+        raise ValueError(f"{told}: row {row} of level {level} is not finite in {spec.dtype}")
+    return rows.transpose(0, 1).flatten(1)
 
 
 PlacedEmbeds = GridEmbeds | ImageEmbeds
@@ -387,6 +435,8 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
             f"embeddings of shape {list(tensor.shape)} in a prompt: row {row} is not finite in "
             f"{spec.dtype}"
         )
+    if spec.levels:
+        rows = torch.nn.functional.pad(rows, (0, spec.width - spec.hidden_size))
     return Embeds((Run(position, rows),))
 
 

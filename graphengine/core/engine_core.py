@@ -586,4 +586,5 @@ def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> 
         memory.dtype,
         grids=takes_grids(config, model),
         images=runtime.prefill_cut if takes_images(config, model) else None,
+        levels=model.deepstack,
     )

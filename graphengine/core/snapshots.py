@@ -248,7 +248,7 @@ class SessionSnapshot:
                 f"the session has embeds of shape {list(found.shape)}: the engine must be opened "
                 f"with prompt_embeds=True"
             )
-        wanted = (self.token_ids.count(EMBEDDED), spec.hidden_size)
+        wanted = (self.token_ids.count(EMBEDDED), spec.width)
         if tuple(found.shape) != wanted or found.dtype != spec.dtype:
             raise ValueError(
                 f"the session's embeds are {found.dtype} {list(found.shape)}: they must be "

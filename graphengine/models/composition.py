@@ -11,9 +11,9 @@ Letters: N lanes, H hidden, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -43,6 +43,13 @@ from graphengine.models.sublayers import (
 )
 
 
+class Shaped(Protocol):
+    """A tensor of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition(ABC):
     """The layers of a model, and what they share, as a family reads them from `config.json`.
@@ -59,6 +66,8 @@ class Composition(ABC):
     stream_scale         the model's residual stream is what is stored, times this
     logits_scale         what the logits are multiplied by
     logits_cap           soft cap c > 0 of scaled logits: c * tanh(logit / c); 0: none
+    deepstack            levels of features that are added to the stream at the embeddings of a
+                         picture: those of level i after layer i (DeepStack)
     bidirectional_images  whether the embeddings of an image in a prompt see each other
     norms_plus_one       whether every norm multiplies by 1 + its weight
     norms                the kind of the norms that read the stream
@@ -85,6 +94,7 @@ class Composition(ABC):
     logits_scale: float = 1.0
     logits_cap: float = 0.0
     norms_plus_one: bool = False
+    deepstack: int = 0
     bidirectional_images: bool = False
     norms: NormKind = "rms"
     position_name: str = ""
@@ -138,15 +148,20 @@ class Composition(ABC):
 
         return self._with_sublayers(changed)
 
-    def named_as(self, tensors: Collection[str]) -> Self:
-        """This model where experts have the names of a checkpoint with these tensors."""
+    def named_as(self, tensors: Mapping[str, Shaped]) -> Self:
+        """This model where experts have the names and layout of a checkpoint with these tensors."""
 
         def changed(prefix: str, each: Sublayer) -> Sublayer:
             block = each.block
             if not isinstance(block, Experts) or (other := block.names.other) is None:
                 return each
             first = f"{prefix}{each.prefix}{other.of_expert(0)[0]}{other.ending}"
-            return each._replace(block=replace(block, names=other)) if first in tensors else each
+            untransposed = (block.experts, block.rows, block.hidden_size)
+            if first not in tensors or (
+                block.names.transposed and tensors[first].shape != untransposed
+            ):
+                return each
+            return each._replace(block=replace(block, names=other))
 
         return self._with_sublayers(changed)
 

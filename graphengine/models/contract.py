@@ -217,6 +217,7 @@ class PrefillLaunch(Launch):
     routes       keeps the experts of each lane, and may prescribe them; None: nothing does
     given        embeddings of lanes that have no token; None: every lane has a token
     rope_rows    the rows of RoPE's tables by which lanes turn; None: those of their positions
+    deepstack    rows of each level that are added to lanes without a token, after the first layers
     """
 
     reduce: Reduce | None = None
@@ -227,6 +228,7 @@ class PrefillLaunch(Launch):
     routes: StepRoutes | None = None
     given: GivenRows | None = None
     rope_rows: RopeRows | None = None
+    deepstack: tuple[GivenRows, ...] = ()
 
 
 ONE_RANK = PrefillLaunch()
@@ -382,6 +384,11 @@ class ModelConfig(Protocol):
     @property
     def rope_axes(self) -> tuple[int, ...] | None:
         """The axis, 0..2, by which each pair of a head turns; None: positions have one axis."""
+        ...
+
+    @property
+    def deepstack(self) -> int:
+        """Levels of features that follow a picture's embeddings: level i is added after layer i."""
         ...
 
     @property

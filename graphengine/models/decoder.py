@@ -25,7 +25,7 @@ from graphengine.kernels.linear.epilogues import StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight, first_rows
 from graphengine.kernels.linear.residual import Residual
-from graphengine.kernels.norm_rope.embedding import embed
+from graphengine.kernels.norm_rope.embedding import add_given, embed
 from graphengine.kernels.norm_rope.layer_norm import add_positions, layer_norm_residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope_config import RopeConfig
@@ -494,7 +494,7 @@ class DecoderModel:
             like=weights.embedding,
             launch=launch,
             outlived=all_lanes,
-            may_split=not (all_lanes or streams),
+            may_split=not (all_lanes or streams or launch.deepstack),
         )
         if self._is_normed_after(-1):
             norm_rows(x, self._read_norm_after(-1), slot, eps=config.norm_eps, out=scratch.h)
@@ -520,6 +520,10 @@ class DecoderModel:
                 scratch.h.copy_(aside)
             if end and not all_lanes:
                 break
+            if step.ends and step.layer < len(launch.deepstack):
+                add_given(x, lanes.token, slot, launch.deepstack[step.layer])
+                norm = self._read_norm_after(step.layer)
+                norm_rows(x, norm, slot, eps=config.norm_eps, out=scratch.h)
             if step.ends:
                 keep_stream(x, step.layer, streams, config.stream_scale)
         return PrefillEnd(end, scratch.h, x) if all_lanes else PrefillEnd(end, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -189,6 +189,7 @@ def _new_program(
     samples = flow is None or flow.last
     relaxed = config.relaxed_acceptance
     launch, rope_rows = setting.launch, None
+    given, *deepstack = _given_rows(model, buffers) if config.prompt_embeds else (None,)
     if takes_grids(config, model.config):
         # Only for the target: draft modules count a picture's rows as tokens.
         launch = replace(launch, rope_shift=buffers[ROPE_SHIFT])
@@ -204,7 +205,8 @@ def _new_program(
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, records.routing),
-        given=_given_rows(model, buffers) if config.prompt_embeds else None,
+        given=given,
+        deepstack=deepstack,
         rope_rows=rope_rows,
         seen=buffers[SEEN_FIELD] if takes_images(config, model.config) else None,
         forced_acceptance=config.forced_acceptance,
@@ -231,10 +233,11 @@ def _logits_step(config: EngineConfig, buffers: StaticBuffers, logprobs: Logprob
     )
 
 
-def _given_rows(model: Model, buffers: StaticBuffers) -> GivenRows:
-    """The embeddings of a chunk's positions that have no token."""
-    rows = buffers[EMBEDS_FIELD].view(model.dtype)
-    return GivenRows(rows, buffers["prefill_start"], model.weights.given_scale)
+def _given_rows(model: Model, buffers: StaticBuffers) -> Iterator[GivenRows]:
+    """The embeddings of a chunk's positions that have no token, then each level of features."""
+    rows, H = buffers[EMBEDS_FIELD].view(model.dtype), model.config.hidden_size
+    for level, part in enumerate(torch.split(rows, H, dim=1)):
+        yield GivenRows(part, buffers["prefill_start"], 1.0 if level else model.weights.given_scale)
 
 
 def _rope_rows(model: Model, buffers: StaticBuffers) -> RopeRows:
@@ -264,6 +267,7 @@ def _new_buffers(
         rings=memory.rings,
         grids=takes_grids(config, model.config),
         images=takes_images(config, model.config),
+        deepstack=model.config.deepstack,
         # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         # A field has at least one lane, even if no kernel counts arrivals.

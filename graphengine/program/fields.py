@@ -140,6 +140,7 @@ def engine_fields(
     rings: Sequence[WindowRing] = (),
     grids: bool = False,
     images: bool = False,
+    deepstack: int = 0,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -164,7 +165,7 @@ def engine_fields(
     if config.relaxed_acceptance is not None:
         fields.append(relaxed_field(sizes.slots))
     if config.prompt_embeds:
-        fields.append(_embeds_field(sizes, hidden_size))
+        fields.append(_embeds_field(sizes, (1 + deepstack) * hidden_size))
     if grids:
         fields += _rope_fields(sizes)
     if images:
@@ -237,14 +238,16 @@ def rope_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
     return updates
 
 
-def _embeds_field(sizes: FieldSizes, hidden_size: int) -> Field:
+def _embeds_field(sizes: FieldSizes, width: int) -> Field:
     """Embeddings of a chunk's positions, and of the one after it, which draft modules read.
+
+    width  values of a position: its embedding, then the features that are added to the stream
 
     The host writes bits, as NumPy does not know every dtype.
     """
     return Field(
         name=EMBEDS_FIELD,
-        shape=(sizes.prefill_tokens + 1, hidden_size),
+        shape=(sizes.prefill_tokens + 1, width),
         dtype=BITS[sizes.dtype.itemsize],
         owner="host",
         pad=0,

@@ -17,7 +17,7 @@ S slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -92,6 +92,7 @@ class StepProgram:
         relaxation: Relaxation | None = None,
         routing: RoutingStep | None = None,
         given: GivenRows | None = None,
+        deepstack: Sequence[GivenRows] = (),
         rope_rows: RopeRows | None = None,
         seen: Tensor | None = None,
         forced_acceptance: int | None = None,
@@ -104,6 +105,8 @@ class StepProgram:
         self.routing = routing
         # Embeddings for a chunk's positions that have no token; None where each has one.
         self.given = given
+        # Features of each level, which are added to the stream of these positions.
+        self.deepstack = tuple(deepstack)
         # Rows of RoPE's tables for the lanes of the largest chunk; None where these are positions.
         self.rope_rows = rope_rows
         # Keys that each lane of the largest chunk sees; None where these are those up to its own.
@@ -294,7 +297,12 @@ class StepProgram:
         if self.routing is not None:
             routes = self.routing.begin(chunk.slot, chunk.position)
             last = routes.of_last_layer(chunk.last)
-        launch = replace(self.launch.prefill, given=self.given, rope_rows=self._rows_of(chunk))
+        launch = replace(
+            self.launch.prefill,
+            given=self.given,
+            deepstack=self.deepstack,
+            rope_rows=self._rows_of(chunk),
+        )
         layers = partial(
             self.model.prefill,
             all_lanes=self.drafter.needs.wants_hidden or kind == "prompt" or routes is not None,

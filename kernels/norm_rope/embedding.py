@@ -1,7 +1,7 @@
 """Token embedding: rows of the table become the float32 residual stream.
 
 Some positions of a prompt may have no token but an embedding of their own (`GivenRows`), which
-replaces the table's.
+replaces the table's. `add_given` adds more such rows to the stream between two layers (DeepStack).
 
 `embed` is a separate launch. Kernels that start a decode step's `Residual` with the embedding of
 a token share `load_embedding` and `store_embedding`, with their checks and twin.
@@ -100,6 +100,83 @@ def embed(
         BLOCK_H=_BLOCK_H,
     )
     return out
+
+
+def add_given(
+    x_NH: torch.Tensor, token_N: torch.Tensor, slot_N: torch.Tensor, given: GivenRows
+) -> None:
+    """Add its given row to each live lane that has one, in place; other lanes are not touched.
+
+    Args:
+        x_NH: float32, dense rows. token_N: int32, as in `embed`. slot_N: int32, -1 = padded lane.
+        given: rows of H values.
+
+    A live lane below GIVEN that names no given row becomes NaN.
+    """
+    lanes, H = x_NH.shape
+    check_lanes(lanes, slot_N=slot_N, token_N=token_N)
+    output_rows(x_NH, (lanes, H), dtype=torch.float32, like=x_NH)
+    check_rows(given_rows=given.rows)
+    check_lanes(1, first=given.first)
+    if given.rows.shape[1] != H:
+        raise ValueError(f"given rows of {given.rows.shape[1]} values, the stream has {H}")
+    if not use_triton(x_NH):
+        add_given_reference(x_NH, token_N, slot_N, given)
+        return
+    launcher(_add_given_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
+        x_NH,
+        token_N,
+        slot_N,
+        given.rows,
+        given.first,
+        x_NH.stride(0),
+        given.rows.stride(0),
+        given.rows.shape[0],
+        H=H,
+        SCALE=float(given.scale),
+        BLOCK_H=_BLOCK_H,
+    )
+
+
+@triton.jit
+def _add_given_kernel(
+    x_ptr,
+    token_ptr,
+    slot_ptr,
+    given_ptr,
+    first_ptr,
+    x_stride,
+    given_stride,
+    M,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program a lane and BLOCK_H columns."""
+    lane = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    token = tl.load(token_ptr + lane)
+    if token > _GIVEN:
+        return
+    row = _GIVEN - token - tl.load(first_ptr)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = (row >= 0) & (row < M)
+    source = given_ptr + row.to(tl.int64) * given_stride + h
+    added = tl.load(source, mask=(h < H) & inside, other=float("nan"))
+    at = x_ptr + lane * x_stride + h
+    x = tl.load(at, mask=h < H)
+    tl.store(at, x + scaled_embedding(added, SCALE), mask=h < H)
+
+
+def add_given_reference(
+    x_NH: torch.Tensor, token_N: torch.Tensor, slot_N: torch.Tensor, given: GivenRows
+) -> None:
+    """`add_given` in plain PyTorch."""
+    lane = torch.nonzero((slot_N >= 0) & (token_N <= GIVEN)).flatten()
+    row = GIVEN - token_N[lane] - given.first
+    missing = (row < 0) | (row >= given.rows.shape[0])
+    x_NH[lane] += _scaled_rows(given.rows, row, missing, given.scale)
 
 
 def _check_given(given: GivenRows, table_VH: torch.Tensor) -> None:

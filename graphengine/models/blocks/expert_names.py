@@ -20,9 +20,11 @@ class ExpertNames(NamedTuple):
     alternating  whether in those each gate stands next to its up, with inputs before outputs:
                  [E, H, 2F] and [E, F, H], or in 4 bits the rows of a linear for each expert; else
                  gates come first, with outputs before inputs: [E, 2F, H] and [E, H, F]
+    transposed   whether, with gates first, inputs come before outputs: [E, H, 2F] and [E, F, H]
     shared       prefix of the shared feed-forward's tensors
     shared_gate  of the gate on the shared feed-forward's output, without ".weight"
-    other        the names in other checkpoints of the family; None: all have the same
+    other        the names, or the layout, in other checkpoints of the family; None: all have the
+                 same
     """
 
     router: str = "gate"
@@ -34,6 +36,7 @@ class ExpertNames(NamedTuple):
     )
     ending: str = ".weight"
     alternating: bool = False
+    transposed: bool = False
     shared: str = "shared_experts."
     shared_gate: str = "shared_expert_gate"
     other: ExpertNames | None = None

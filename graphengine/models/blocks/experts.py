@@ -228,9 +228,8 @@ class ExpertsWeights:
             order, pieces = torch.arange(2 * ffn).view(-1, 2).t().flatten(), {}
         found = []
         for index, expert in enumerate(block.own):
-            stack = Stack(
-                expert, block.experts, block.names.ending, transposed=block.names.alternating
-            )
+            transposed = block.names.alternating or block.names.transposed
+            stack = Stack(expert, block.experts, block.names.ending, transposed=transposed)
             up_weight, down_weight = (_of_expert(w, index) for w in (self.gate_up, self.down))
             found += [
                 StoredLinear(
@@ -308,13 +307,19 @@ class ExpertsWeights:
         gate_up, down = (name + block.names.ending for name in block.expert_names(0))
         names = {}
         # Ranks split the experts, or the ffn width.
-        whole = block.held is not None
+        rows, columns = (0, 0) if block.held is not None else (1, 2)
         if isinstance(self.gate_up, Tensor):
-            pieces = (ffn, ffn) if block.gated and not whole else ()
-            names[gate_up] = Weight(self.gate_up, 0 if whole else 1, pieces)
+            pieces = (ffn, ffn) if block.gated and rows else ()
+            names[gate_up] = Weight(self.gate_up, rows, pieces)
         if isinstance(self.down, Tensor):
-            names[down] = Weight(self.down, 0 if whole else 2)
-        return names
+            names[down] = Weight(self.down, columns)
+        if not block.names.transposed:
+            return names
+        other = (0, 2, 1)
+        return {
+            name: Weight(each.tensor.transpose(1, 2), other[each.axis or 0], each.pieces)
+            for name, each in names.items()
+        }
 
     def _alternating(self) -> dict[str, Weight]:
         gate_up, down = (name + self.block.names.ending for name in self.block.expert_names(0))

@@ -53,6 +53,7 @@ def _most_fields(shape: EngineShape) -> list[Field]:
         arrivals=arrivals,
         grids=takes_grids(config, model),
         images=takes_images(config, model),
+        deepstack=model.deepstack,
     )
 
 

@@ -38,8 +38,6 @@ UNKNOWN = [
     "PhiForCausalLM",
     "QWenLMHeadModel",
     "Qwen2MoeForCausalLM",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
     "StableLmForCausalLM",
     "Step3p7FlashForCausalLM",
 ]

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.norm_rope import embedding
-from graphengine.kernels.norm_rope.embedding import GIVEN, GivenRows, embed, embed_reference
+from graphengine.kernels.norm_rope.embedding import (
+    GIVEN,
+    GivenRows,
+    add_given,
+    add_given_reference,
+    embed,
+    embed_reference,
+)
 from launches.compilation import compile_launch, record_launch
 
 SENTINEL = 77.0
@@ -170,3 +177,66 @@ def operands() -> dict[str, object]:
 def test_bad_operands_are_errors_with_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
         embed(**{**operands(), **changes})
+
+
+# Features between layers.
+
+
+@settings(deadline=None, max_examples=extent(10, 30))
+@given(
+    lanes=st.integers(1, 30),
+    H=st.integers(1, 200) | st.sampled_from([1024, 1500]),
+    first=st.integers(0, 10**6),
+    dtype=st.integers(0, 2),
+    data=st.data(),
+)
+def test_given_rows_are_added_to_lanes_that_have_one(device, dtypes, lanes, H, first, dtype, data):
+    """Padded lanes hold huge ids, other live ones tokens; rows of no lane are NaN."""
+    M = data.draw(st.integers(1, 30))
+    dtype = dtypes[dtype % len(dtypes)]
+    rows = torch.full((M, 3 * H), float("nan"), dtype=dtype)
+    token, slot = torch.arange(lanes, dtype=torch.int32), torch.arange(lanes, dtype=torch.int32)
+    x = torch.randn(lanes, H + 3, generator=torch.Generator().manual_seed(1))[:, :H]
+    expected = x.clone()
+    for lane in range(lanes):
+        kind = data.draw(st.sampled_from(["token", "given", "unknown", "padded"]))
+        row = data.draw(st.integers(0, M - 1))
+        if kind == "given":
+            token[lane] = GIVEN - (first + row)
+            rows[row, H : 2 * H] = torch.full((H,), lane / 4).to(dtype)
+        elif kind == "unknown":
+            token[lane] = GIVEN - (first + M + row)
+            expected[lane] = float("nan")
+        elif kind == "padded":
+            token[lane] = data.draw(st.sampled_from(HUGE))
+            slot[lane] = -1
+    for lane in range(lanes):
+        row = GIVEN - int(token[lane]) - first
+        if slot[lane] >= 0 and 0 <= row < M:
+            expected[lane] += rows[row, H : 2 * H].float()
+    here = torch.tensor([first], dtype=torch.int32, device=device)
+    features = GivenRows(rows.to(device)[:, H : 2 * H], here, 1.0)
+    for op in (add_given, add_given_reference):
+        out = torch.empty_strided(x.shape, x.stride(), device=device).copy_(x)
+        op(out, token.to(device), slot.to(device), features)
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrong_features_are_named():
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="given rows of 7 values, the stream has 8"):
+        add_given(torch.zeros(1, 8), one, one, GivenRows(torch.zeros(3, 7), one, 1.0))
+    with pytest.raises(ValueError, match=r"token_N must be int32, not torch\.int64"):
+        add_given(torch.zeros(1, 8), one.long(), one, GivenRows(torch.zeros(3, 8), one, 1.0))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+def test_adding_features_compiles_for_sm_90():
+    def new(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows = new(65, 4, 2560, dtype=torch.bfloat16)[:, 1]
+    given = GivenRows(rows, new(1), 1.0)
+    tensors = (new(64, 2560, dtype=torch.float32), new(64), new(64))
+    ptx, _ = compile_launch(record_launch(embedding, lambda: add_given(*tensors, given)))
+    assert "ld.global" in ptx

@@ -116,6 +116,10 @@ class ToyConfig:
         return self.max_positions
 
     @property
+    def deepstack(self) -> int:
+        return 0
+
+    @property
     def bidirectional_images(self) -> bool:
         return False
 

@@ -92,6 +92,14 @@ CONFIGS: Mapping[str, Config] = {
     "Qwen3NextForCausalLM": _MOE,
     "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
     "SeedOssForCausalLM": {**_DENSE, "attention_out_bias": True},
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": {**SHAPES["qwen3-4b"], **_FEW, "num_hidden_layers": 4},
+        "vision_config": {"deepstack_visual_indexes": [1]},
+    },
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text_config": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
+        "vision_config": {"deepstack_visual_indexes": [1]},
+    },
     "SmolLM3ForCausalLM": _DENSE,
     "Starcoder2ForCausalLM": {**_DENSE, "sliding_window": 256},
     "SmolVLMForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "llama"}},
