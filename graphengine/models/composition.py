@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -28,7 +28,7 @@ from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.norms import NormKind
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
-from graphengine.models.contract import LayerSpan, ModelWeights
+from graphengine.models.contract import LayerSpan, ModelWeights, Shaped
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates
@@ -41,13 +41,6 @@ from graphengine.models.sublayers import (
     states_of,
     usual_layer,
 )
-
-
-class Shaped(Protocol):
-    """A tensor of a checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -351,6 +351,13 @@ class PrefillEnd(NamedTuple):
 # The model.
 
 
+class Shaped(Protocol):
+    """A tensor of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 class ModelConfig(Protocol):
     """What a family reads about a model before anything is allocated.
 
@@ -424,8 +431,8 @@ class ModelConfig(Protocol):
         """This model with its weights stored in these forms."""
         ...
 
-    def named_as(self, tensors: Collection[str]) -> Self:
-        """This model with the names of a checkpoint that has these tensors."""
+    def named_as(self, tensors: Mapping[str, Shaped]) -> Self:
+        """This model with the names and layout of a checkpoint that has these tensors."""
         ...
 
     def parted(self, beginning: Collection[str]) -> Self:

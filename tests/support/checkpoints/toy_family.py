@@ -49,6 +49,7 @@ from graphengine.models.contract import (
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
+    Shaped,
 )
 from graphengine.models.hf.config_schema import HfConfig, read_key
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, names_of_linears
@@ -141,7 +142,7 @@ class ToyConfig:
     def stored_as(self, forms: WeightForms) -> ToyConfig:
         raise ValueError(f"a {self.architecture} has no packed weights, {len(forms)} are asked for")
 
-    def named_as(self, tensors: Collection[str]) -> ToyConfig:
+    def named_as(self, tensors: Mapping[str, Shaped]) -> ToyConfig:
         return self
 
     def parted(self, beginning: Collection[str]) -> ToyConfig:
