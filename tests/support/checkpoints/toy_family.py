@@ -412,11 +412,12 @@ def write_checkpoint(path: Path, seed: int = 0, **changes: object) -> Path:
     """A checkpoint of random weights whose tokens differ from each other."""
     path.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
-    generator = torch.Generator().manual_seed(seed)
+    # Weights of lower seeds repeat a token.
+    generator = torch.Generator().manual_seed(6 + seed)
     meta = read_config(config, ARCHITECTURE).allocate(device="meta", dtype=torch.float32)
     tensors = {
         name: torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.ndim > 1 else 0.2)
-        for name, tensor in meta.named().items()
+        for name, tensor in sorted(meta.named().items())
     }
     # Norms are around 1, and what the state forgets is a few per cent a token.
     tensors |= {name: 1 + tensor for name, tensor in tensors.items() if "norm" in name}
