@@ -30,7 +30,7 @@ AnyWeight = torch.Tensor | PackedWeight
 
 
 class LinearCall(NamedTuple):
-    """The product x @ weight^T / rms (+ bias) of each live lane."""
+    """The product x @ weight^T / rms (+ delta + bias) of each live lane."""
 
     x_NK: torch.Tensor
     """float32, float16 or bfloat16; dense rows, any stride between them. Rows that do not start at
@@ -46,6 +46,9 @@ class LinearCall(NamedTuple):
     eps: float = 0.0
     bias: torch.Tensor | None = None
     """[M] in x's dtype."""
+    delta_NM: torch.Tensor | None = None
+    """Dense, of x's dtype or float32: added to each lane's product, before parts of it are added up
+    over ranks. Adding -0.0 changes no bit."""
     plan: LinearPlan | None = None
     """How the weight is cut; None: heuristically, in the family `dot`, without splits."""
     launch: Launch = ALONE
@@ -101,12 +104,23 @@ class LinearCall(NamedTuple):
             check_squares(self.squares_TN, lanes)
         if self.bias is not None:
             check_vector("bias", self.bias, self.rows, x_NK.dtype)
+        if self.delta_NM is not None:
+            _check_delta(self.delta_NM, x_NK, self.rows)
         call = self.planned(kind)
         _check_plan(call.cut, kind, weight_MK, lanes)
         if isinstance(weight_MK, torch.Tensor):
             return call
         x_NK, weight_MK = in_order(x_NK, weight_MK)
         return call._replace(x_NK=x_NK, weight_MK=weight_MK)
+
+
+def _check_delta(delta_NM: torch.Tensor, x_NK: torch.Tensor, rows: int) -> None:
+    shape, dtypes = (len(x_NK), rows), (x_NK.dtype, torch.float32)
+    if delta_NM.shape != shape or delta_NM.dtype not in dtypes or not delta_NM.is_contiguous():
+        raise ValueError(
+            f"delta must be a dense {x_NK.dtype} or float32 {list(shape)}, not {delta_NM.dtype} "
+            f"{list(delta_NM.shape)} with strides {delta_NM.stride()}"
+        )
 
 
 def in_order(x_NK: torch.Tensor, weight_MK: PackedWeight) -> tuple[torch.Tensor, PackedWeight]:

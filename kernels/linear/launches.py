@@ -164,7 +164,7 @@ def _aligned(call: LinearCall) -> LinearCall:
 
 def _inputs(call: LinearCall, weight: torch.Tensor | PackedArgs, to: Targets) -> tuple[Any, ...]:
     """The first operands of each kernel."""
-    operands = (call.x_NK, call.squares_TN, weight, call.bias, call.slot_N)
+    operands = (call.x_NK, call.squares_TN, weight, call.bias, call.delta_NM, call.slot_N)
     return (*operands, to.out, to.stream)
 
 

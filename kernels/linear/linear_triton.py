@@ -29,6 +29,7 @@ def dot_kernel(
     squares_ptr,
     weight_ptr,
     bias_ptr,
+    delta_ptr,
     slot_ptr,
     out_ptr,
     residual,
@@ -77,12 +78,34 @@ def dot_kernel(
     wait_for_inputs(PDL, OVERLAP)
 
     early_0 = _load_lanes(
-        lane_0, lanes, tile, slot_ptr, squares_ptr, residual, peers, GROUPS, OUTPUTS, B, RANKS
+        lane_0,
+        lanes,
+        tile,
+        slot_ptr,
+        squares_ptr,
+        residual,
+        delta_ptr,
+        peers,
+        GROUPS,
+        OUTPUTS,
+        B,
+        RANKS,
     )
     early_1 = early_0
     if LANE_TILES == 2:
         early_1 = _load_lanes(
-            lane_1, lanes, tile, slot_ptr, squares_ptr, residual, peers, GROUPS, OUTPUTS, B, RANKS
+            lane_1,
+            lanes,
+            tile,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            delta_ptr,
+            peers,
+            GROUPS,
+            OUTPUTS,
+            B,
+            RANKS,
         )
     # Padded lanes hold anything: a row of a product touches no other row.
     x_ptrs_0 = x_ptr + lane_0.to(tl.int64) * x_stride
@@ -143,6 +166,7 @@ def dot_kernel(
                 lanes,
                 eps,
                 bias_ptr,
+                delta_ptr,
                 out_ptr,
                 out_stride,
                 residual,
@@ -177,6 +201,7 @@ def fma_kernel(
     squares_ptr,
     weight_ptr,
     bias_ptr,
+    delta_ptr,
     slot_ptr,
     out_ptr,
     residual,
@@ -234,6 +259,7 @@ def fma_kernel(
             slot_ptr,
             squares_ptr,
             residual,
+            delta_ptr,
             peers,
             GROUPS,
             OUTPUTS,
@@ -249,6 +275,8 @@ def fma_kernel(
         if RANKS > 0:
             part = y[None, :] * _inverse_rms(early[1], eps, K, GROUPS)[:, None]
             word, there = _words(lane, tile, lanes, OUTPUTS, BLOCK_OUTPUTS)
+            if delta_ptr is not None:
+                part += tl.load(delta_ptr + word, mask=there, other=0.0).to(tl.float32)
             push_part(early[3], part, word, there, RANKS, SIZE)
         else:
             gate = y
@@ -265,6 +293,7 @@ def fma_kernel(
                 lanes,
                 eps,
                 bias_ptr,
+                delta_ptr,
                 out_ptr,
                 out_stride,
                 residual,
@@ -330,6 +359,7 @@ def _load_lanes(
     slot_ptr,
     squares_ptr,
     residual,
+    delta_ptr,
     peers,
     GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -339,6 +369,9 @@ def _load_lanes(
     """Load what the epilogue needs of its lanes, before the product: slot [L], partial sums of
     squares [chunk, L] (later chunks added to the first), the residual stream [L, B], and what a sum
     over ranks begins with.
+
+    The stream has the delta already: adding it to the product would keep the compiler from fusing
+    that sum with the product's last factor, which changes bits.
     """
     L: tl.constexpr = lane.shape[0]
     CHUNK: tl.constexpr = _chunk(GROUPS, L)
@@ -360,11 +393,21 @@ def _load_lanes(
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
+    if delta_ptr is not None and residual is not None and RANKS == 0:
+        _, there = _words(lane, tile, lanes, OUTPUTS, B)
+        base += load_delta(delta_ptr, lane, tile * B + tl.arange(0, B), there, OUTPUTS)
     begun = ()
     if RANKS > 0:
         word, there = _words(lane, tile, lanes, OUTPUTS, B)
         begun = begin_sum(peers, word, there, RANKS)
     return slot, squares, base, begun
+
+
+@triton.jit
+def load_delta(delta_ptr, lane, column, there, COLUMNS: tl.constexpr):
+    """What is added to the products of these lanes and columns, as float32 [L, B]."""
+    at = lane.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    return tl.load(delta_ptr + at, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -407,6 +450,7 @@ def _epilogue(
     lanes,
     eps,
     bias_ptr,
+    delta_ptr,
     out_ptr,
     out_stride,
     residual,
@@ -435,15 +479,21 @@ def _epilogue(
     y = y * scale[:, None]
     if RANKS > 0:
         word, there = _words(lane, tile, lanes, OUTPUTS, B)
+        if delta_ptr is not None:
+            y += tl.load(delta_ptr + word, mask=there, other=0.0).to(tl.float32)
         y = sum_of_ranks(peers, begun, y, word, there, RANKS, SIZE, TIMED)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
         y += bias[None, :]
+    if delta_ptr is not None and residual is None:
+        y += load_delta(delta_ptr, lane, output, stored, 2 * OUTPUTS if SWIGLU else OUTPUTS)
     if SWIGLU:
         up = up * scale[:, None]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + OUTPUTS + output, mask=output < OUTPUTS, other=0.0)
             up += bias.to(tl.float32)[None, :]
+        if delta_ptr is not None:
+            up += load_delta(delta_ptr, lane, OUTPUTS + output, stored, 2 * OUTPUTS)
         y = activated(y, SWIGLU) * up
 
     if sampler is not None and len(sampler) != SAMPLER_FIELDS:

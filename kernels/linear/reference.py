@@ -26,6 +26,8 @@ def linear_reference(call: LinearCall, epilogue: Epilogue[Result]) -> Result:
     if call.squares_TN is not None:
         mean = sum_in_order(call.squares_TN[:, live]) / call.x_NK.shape[1]
         y = y * torch.rsqrt(mean + call.eps)[:, None]
+    if call.delta_NM is not None:
+        y = y + call.delta_NM[live].float()
     if call.bias is not None:
         y = y + call.bias.float()
     return epilogue.finish(y, live, call)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
 from graphengine.kernels.core.triton_versions import sync_threads
+from graphengine.kernels.linear.linear_triton import load_delta
 from graphengine.kernels.linear.operands import KEEPING_FIELDS, SAMPLER_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import activated, soft_capped
 from graphengine.kernels.sample.tiles import best_of_tile
@@ -24,6 +25,7 @@ _soft_capped = gluon.jit(soft_capped.fn)
 _best_of_tile = gluon.jit(best_of_tile.fn)
 _begin_sum = gluon.jit(begin_sum.fn)
 _sum_of_ranks = gluon.jit(sum_of_ranks.fn)
+_load_delta = gluon.jit(load_delta.fn)
 
 
 @gluon.constexpr_function
@@ -67,6 +69,7 @@ def epilogue(
     lanes,
     eps,
     bias_ptr,
+    delta_ptr,
     out_ptr,
     out_stride,
     residual,
@@ -91,15 +94,21 @@ def epilogue(
         up = up * scale[:, None]
     if RANKS > 0:
         word, there = _words(lane, output, lanes, OUTPUTS)
+        if delta_ptr is not None:
+            y += gl.load(delta_ptr + word, mask=there, other=0.0).to(gl.float32)
         y = _sum_of_ranks(peers, begun, y, word, there, RANKS, SIZE, TIMED)
     if bias_ptr is not None:
         y += bias[None, :]
         up += up_bias[None, :]
-    if SWIGLU:
-        y = _activated(y, SWIGLU) * up
     live = slot >= 0
     in_row = (output < OUTPUTS)[None, :]
     stored = live[:, None] & in_row
+    if delta_ptr is not None and residual is None:
+        y += _load_delta(delta_ptr, lane, output, stored, 2 * OUTPUTS if SWIGLU else OUTPUTS)
+        if SWIGLU:
+            up += _load_delta(delta_ptr, lane, OUTPUTS + output, stored, 2 * OUTPUTS)
+    if SWIGLU:
+        y = _activated(y, SWIGLU) * up
     wide_lane = lane.to(gl.int64)[:, None]
     if sampler is not None and len(sampler) != SAMPLER_FIELDS:
         y = _soft_capped(y, sampler.cap)
@@ -173,6 +182,7 @@ def load_lanes(
     slot_ptr,
     squares_ptr,
     residual,
+    delta_ptr,
     peers,
     GROUPS: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -180,7 +190,8 @@ def load_lanes(
     RANKS: gl.constexpr,
 ):
     """Load what the epilogue needs of its lanes: slot [L], `load_squares`, the residual stream
-    [L, B], and what a sum over ranks begins with.
+    [L, B] with the delta (as `linear_triton._load_lanes` says), and what a sum over ranks begins
+    with.
     """
     L: gl.constexpr = lane.shape[0]
     B: gl.constexpr = output.shape[0]
@@ -195,6 +206,9 @@ def load_lanes(
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
+    if delta_ptr is not None and residual is not None and RANKS == 0:
+        there = inside[:, None] & (output < OUTPUTS)[None, :]
+        base += _load_delta(delta_ptr, lane, output, there, OUTPUTS)
     begun = ()
     if RANKS > 0:
         word, there = _words(lane, output, lanes, OUTPUTS)

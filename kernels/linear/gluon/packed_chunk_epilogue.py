@@ -17,11 +17,11 @@ _activated = gluon.jit(activated.fn)
 
 @gluon.jit
 def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.constexpr):
-    """Store the outputs of sums [64, L]: times the factors of rows, plus the bias.
+    """Store the outputs of sums [64, L]: times the factors of rows, plus the bias and the delta.
 
     total    sums of the 64 rows of 4 blocks
     y        shared memory [L, ROWS] in the outputs' dtype
-    factors  `row_scales` of the weight, and `bias`
+    factors  `row_scales` of the weight, `bias` and `delta`
     place    how many lanes there are, and the first lane and block of rows of these sums
     outputs  M, SWIGLU, ROWS, BLOCKS. M rows of the weight; SWIGLU is the `gate_code` where gate and
              up make one output, else 0; the 64 rows are ROWS adjacent outputs (a SwiGLU's 32);
@@ -44,7 +44,17 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
         held = first_block * 16 + row
         scale = gl.load(factors.row_scales + held, mask=held < BLOCKS * 16, other=0.0)
         total = total * scale[:, None]
-    if factors.bias is not None:
+    if factors.delta is not None:
+        # Added to the bias first: the last sum is the one that the compiler fuses with a factor.
+        lane = first_lane + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+        at = lane.to(gl.int64)[None, :] * M + output[:, None]
+        there = (lane < lanes)[None, :] & inside[:, None]
+        added = gl.load(factors.delta + at, mask=there, other=0.0).to(gl.float32)
+        if factors.bias is not None:
+            bias = gl.load(factors.bias + output, mask=inside, other=0.0)
+            added = bias.to(gl.float32)[:, None] + added
+        total = total + added
+    elif factors.bias is not None:
         bias = gl.load(factors.bias + output, mask=inside, other=0.0)
         total = total + bias.to(gl.float32)[:, None]
     if ROWS == 32:

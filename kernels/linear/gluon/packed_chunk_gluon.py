@@ -43,12 +43,16 @@ _REGISTERS = gl.constexpr((240, 24))
 
 
 class Factors(NamedTuple):
-    """What is applied to a product's sums or codes; tensors as in `PackedWeight`."""
+    """What is applied to a product's sums or codes; tensors as in `PackedWeight`.
+
+    delta  dense [N, M], added to the products of each lane
+    """
 
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
     row_scales: torch.Tensor | None
     bias: torch.Tensor | None
+    delta: torch.Tensor | None = None
 
 
 @gluon.constexpr_function

@@ -13,6 +13,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight
 from graphengine.kernels.norm_rope.activation import Activation
 
@@ -64,6 +65,7 @@ class ChunkProduct(NamedTuple):
 
     x     [N, K]: values, or the codes of `LaneCodes`
     gate  of a SwiGLU, whose outputs are [N, F]; False: `out` is [N, M]
+    delta [N, M], added to the products
     """
 
     x: torch.Tensor
@@ -72,6 +74,13 @@ class ChunkProduct(NamedTuple):
     out: torch.Tensor
     gate: Activation | Literal[False]
     pdl: bool
+    delta: torch.Tensor | None = None
+
+    @property
+    def factors(self) -> Factors:
+        """What is applied to the products."""
+        weight = self.weight
+        return Factors(weight.scales, weight.zeros, weight.row_scales, self.bias, self.delta)
 
     def grid(self, tile: Tile, processors: int) -> tuple[int]:
         """Programs that go through all tiles, all running at once."""

@@ -14,6 +14,8 @@ Letters: N lanes, K input features, F outputs; B outputs of a tile.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -28,10 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import use_wgmma
-from graphengine.kernels.core.lanes import check_rows, output_rows
+from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, store_tile, sync_threads
+from graphengine.kernels.linear.linear_triton import load_delta
 from graphengine.kernels.linear.prefill.chunk_tiles import described
 from graphengine.kernels.norm_rope.activation import (
     Activation,
@@ -55,6 +58,14 @@ _STAGES = {128: 4, 64: 6}
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _activated = gluon.jit(activated.fn)
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+_load_delta = gluon.jit(load_delta.fn)
+
+
+class _DeltaArgs(NamedTuple):
+    """What is added to the products of so many lanes, dense [N, 2F]."""
+
+    rows: torch.Tensor
+    lanes: int
 
 
 def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
@@ -97,8 +108,9 @@ def linear_swiglu(
     activation: Activation = "silu",
     out: torch.Tensor | None = None,
     pdl: bool = False,
+    delta_NM: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """silu(gate) * up of each lane, where [gate F | up F] = x @ weight^T.
+    """silu(gate) * up of each lane, where [gate F | up F] = x @ weight^T (+ delta).
 
     Args:
         x_NK: float16 or bfloat16, dense rows in memory that is aligned to 16 bytes, any aligned
@@ -107,6 +119,7 @@ def linear_swiglu(
         activation: of the gates, in place of silu.
         out: [N, F] in x's dtype, laid out like x; may not share memory with it.
         pdl: the launch before may still run, and does not write the weight.
+        delta_NM: dense [N, 2F] in x's dtype.
 
     Returns:
         [N, F] in x's dtype; sums and SwiGLU in float32, rounded once. A lane's bits do not depend
@@ -121,15 +134,19 @@ def linear_swiglu(
             f"{tuple(x_NK.shape)}, takes an even number of rows of {K}"
         )
     out = output_rows(out, (N, M // 2), dtype=x_NK.dtype, like=x_NK)
+    if delta_NM is not None:
+        check_vector("delta_NM", delta_NM.view(-1), N * M, x_NK.dtype)
     if device_of(x_NK) is None:
-        return linear_swiglu_reference(x_NK, weight_MK, activation=activation, out=out)
+        return linear_swiglu_reference(
+            x_NK, weight_MK, activation=activation, out=out, delta_NM=delta_NM
+        )
     for name, rows in {"x_NK": x_NK, "weight_MK": weight_MK, "out": out}.items():
         if not _fits(rows):
             raise ValueError(
                 f"{name} is {rows.dtype} in rows {rows.stride(0) * rows.itemsize} bytes apart from "
                 f"{rows.data_ptr():#x}: it must be 16-bit, in rows aligned to {_ALIGNMENT} bytes"
             )
-    _launch(x_NK, weight_MK, out, activation, pdl)
+    _launch(x_NK, weight_MK, out, activation, pdl, delta_NM)
     return out
 
 
@@ -144,6 +161,7 @@ def _launch(
     out: torch.Tensor,
     activation: Activation,
     pdl: bool,
+    delta_NM: torch.Tensor | None,
 ) -> None:
     N, F = out.shape
     processors = processors_of(out)
@@ -154,6 +172,7 @@ def _launch(
         described(x_NK, [LANES, _COLUMNS], dtype),
         described(weight_MK, [B, _COLUMNS], dtype),
         described(out, [LANES, B], dtype),
+        None if delta_NM is None else _DeltaArgs(delta_NM, N),
         LANE_TILES=triton.cdiv(N, LANES),
         F=F,
         K=x_NK.shape[1],
@@ -173,6 +192,7 @@ def _swiglu_kernel(
     inputs,
     weights,
     out,
+    delta,
     LANE_TILES: gl.constexpr,
     F: gl.constexpr,
     K: gl.constexpr,
@@ -224,6 +244,14 @@ def _swiglu_kernel(
             step += 1
         both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
         gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
+        if delta is not None:
+            of_tile = gl.program_id(0) + turn * programs
+            layout: gl.constexpr = gate.type.layout
+            lane = of_tile % LANE_TILES * LANES + gl.arange(0, LANES, gl.SliceLayout(1, layout))
+            output = of_tile // LANE_TILES * B + gl.arange(0, B, gl.SliceLayout(0, layout))
+            there = (lane < delta.lanes)[:, None] & (output < F)[None, :]
+            gate += _load_delta(delta.rows, lane, output, there, 2 * F)
+            up += _load_delta(delta.rows, lane, F + output, there, 2 * F)
         result = (_activated(gate, ACTIVATION) * up).to(dtype)
         # Wait until the tile before has been stored from `y`.
         tma.store_wait(0)
@@ -292,9 +320,13 @@ def linear_swiglu_reference(
     *,
     activation: Activation = "silu",
     out: torch.Tensor | None = None,
+    delta_NM: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`linear_swiglu` in plain PyTorch."""
     shape = (len(x_NK), len(weight_MK) // 2)
     out = output_rows(out, shape, dtype=x_NK.dtype, like=x_NK)
-    gate, up = (x_NK.float() @ weight_MK.float().t()).chunk(2, dim=1)
+    both = x_NK.float() @ weight_MK.float().t()
+    if delta_NM is not None:
+        both = both + delta_NM.float()
+    gate, up = both.chunk(2, dim=1)
     return out.copy_(activated_reference(gate, activation) * up)

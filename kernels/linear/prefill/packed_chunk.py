@@ -28,7 +28,7 @@ from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.epilogues import Targets
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
-from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors, packed_chunk_kernel
+from graphengine.kernels.linear.gluon.packed_chunk_gluon import packed_chunk_kernel
 from graphengine.kernels.linear.kinds import CODES
 from graphengine.kernels.linear.launches import launch_linear, packed_misfit
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
@@ -76,8 +76,9 @@ def packed_chunk_product(
     activation: Activation = "silu",
     pdl: bool = False,
     tile: ChunkTile | Fp8Tile | None = None,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x @ weight^T` (+ bias) into `out`.
+    """`x @ weight^T` (+ delta + bias) into `out`.
 
     Args:
         x_NK: dense rows, any number of them. Padded lanes hold anything, and so do their results.
@@ -88,6 +89,7 @@ def packed_chunk_product(
             ups. With `swiglu` [N, F]: silu(gate) * up in float32, rounded once.
         activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
+        delta: dense [N, M] in the dtype of `out`, added to the products.
 
     The kernels run on Hopper GPUs, and want x or `out` in float16 or bfloat16, K a multiple of 8,
     and columns in order. With such an x other GPUs run the decode kernel; otherwise the reference
@@ -106,15 +108,19 @@ def packed_chunk_product(
         raise ValueError(f"a weight of {M} rows is not laid out as a SwiGLU")
     if bias is not None:
         check_vector("bias", bias, M, dtype)
+    if delta is not None:
+        check_vector("delta", delta.view(-1), lanes * M, dtype)
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=dtype, like=out)
     gate: Activation | Literal[False] = swiglu and activation
-    product = ChunkProduct(rows, weight, bias, out, gate, pdl)
+    product = ChunkProduct(rows, weight, bias, out, gate, pdl, delta)
     if use_wgmma(rows):
         _launch(product, x_NK, tile)
     elif rows is x_NK and decodes_chunk(rows, weight) and swiglu == weight.swiglu:
-        decode_chunk(rows, weight, bias, out=out, swiglu=gate)
+        decode_chunk(rows, weight, bias, out=out, swiglu=gate, delta=delta)
     else:
-        packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation)
+        packed_chunk_reference(
+            x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation, delta=delta
+        )
     return out
 
 
@@ -130,6 +136,7 @@ def decode_chunk(
     *,
     out: torch.Tensor,
     swiglu: Activation | Literal[False] = False,
+    delta: torch.Tensor | None = None,
 ) -> None:
     """The product of any number of lanes by decode's kernel; operands have been checked.
 
@@ -138,7 +145,7 @@ def decode_chunk(
     """
     plan = packed_plan(weight.format, *weight.shape, "dot", processors_of(x_NK))
     live = torch.zeros(len(x_NK), dtype=torch.int32, device=x_NK.device)
-    call = LinearCall(x_NK, weight, live, bias=bias, plan=plan)
+    call = LinearCall(x_NK, weight, live, bias=bias, delta_NM=delta, plan=plan)
     launch_linear(call, Targets(out=out, gate=gate_code(swiglu)))
 
 
@@ -150,6 +157,7 @@ def packed_chunk_reference(
     out: torch.Tensor,
     swiglu: bool = False,
     activation: Activation = "silu",
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`packed_chunk_product` in plain PyTorch: products in float32, rounded once.
 
@@ -168,6 +176,8 @@ def packed_chunk_reference(
             rows = [slice(s, s + half) for s in (start, M // 2 + start)]
         if bias is not None:
             y += torch.cat([bias[each] for each in rows]).float()
+        if delta is not None:
+            y += torch.cat([delta[:, each] for each in rows], dim=1).float()
         if swiglu:
             gate, up = y.chunk(2, dim=1)
             y, rows = activated_reference(gate, activation) * up, rows[:1]
@@ -256,7 +266,7 @@ def _launch(
 
 
 def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
-    x, weight, bias, out, gate, pdl = product
+    x, weight, _, out, gate, pdl, _ = product
     if (misfit := packed_misfit(x, weight)) is not None:
         raise ValueError(misfit)
     (lanes, K), M, kind = x.shape, weight.shape[0], weight.format
@@ -270,7 +280,7 @@ def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
     launcher(packed_chunk_kernel, product.grid(tile, processors))(
         described(x, [tile.lanes, form.width], _DTYPES[x.dtype]),
         described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
-        Factors(weight.scales, weight.zeros, weight.row_scales, bias),
+        product.factors,
         out,
         lanes,
         out.stride(0),

@@ -28,7 +28,6 @@ from graphengine.kernels.linear.gluon.packed_chunk_fp8_gluon import (
     STEP,
     packed_chunk_fp8_kernel,
 )
-from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors
 from graphengine.kernels.linear.kinds import CODES
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight
 from graphengine.kernels.linear.prefill.chunk_tiles import ChunkProduct, Tile, described
@@ -98,7 +97,7 @@ def fp8_tile(M: int, lanes: int, processors: int) -> Fp8Tile:
 
 def launch_fp8(product: ChunkProduct, scales: torch.Tensor, tile: Fp8Tile | None) -> None:
     """Launch the kernel for lanes with these scales, whose columns are in order."""
-    codes, weight, bias, out, gate, pdl = product
+    codes, weight, _, out, gate, pdl, _ = product
     if out.dtype not in _DTYPES:
         raise ValueError(f"packed weights have float16 and bfloat16 outputs, not {out.dtype}")
     lanes, (M, K) = len(codes), weight.shape
@@ -110,7 +109,7 @@ def launch_fp8(product: ChunkProduct, scales: torch.Tensor, tile: Fp8Tile | None
         described(codes, [tile.lanes // tile.parts, STEP], gl.float8e4nv),
         described(words, [tile.rows // BLOCK_ROWS, LINES, 32], gl.int32),
         scales,
-        Factors(weight.scales, weight.zeros, weight.row_scales, bias),
+        product.factors,
         out,
         lanes,
         out.stride(0),

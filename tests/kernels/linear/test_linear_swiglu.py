@@ -145,6 +145,7 @@ def compiled(outputs: int, activation: int = 1) -> tuple[str, int]:
             "WARPS": 8,
             "ACTIVATION": activation,
             "PDL": True,
+            "delta": None,
         },
     }
     signature = dict.fromkeys(constants, "constexpr")

@@ -49,7 +49,9 @@ def _digest(ops: Sequence[Op]) -> str:
 def _told(op: Op) -> Iterator[Any]:
     yield from (op.name, op.grid, op.pdl, sorted((k, str(v)) for k, v in op.options.items()))
     for name, value in op.arguments.items():
-        yield name, _shown(value)
+        # A kernel is compiled without an operand that is None.
+        if value is not None:
+            yield name, _shown(value)
 
 
 def _shown(value: Any) -> Any:
@@ -59,7 +61,7 @@ def _shown(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), list(value.stride())]
     if isinstance(value, tuple):
-        return [_shown(each) for each in value]
+        return [_shown(each) for each in value if each is not None]
     return str(getattr(value, "value", value))
 
 
