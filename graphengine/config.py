@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Literal
 
 import torch
@@ -13,8 +15,9 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
+from graphengine.options.adapters import adapter_pair, read_adapters
 from graphengine.options.calibration import read_calibration
-from graphengine.options.checks import INT32_MAX, is_finite, is_int, shown
+from graphengine.options.checks import INT32_MAX, check_path, is_finite, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.options.draft_schedule import DraftSchedule
 from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR
@@ -130,6 +133,43 @@ class EngineConfig(EngineSizes):
         value; it is faster on Hopper GPUs and less exact. Decode does not round inputs; None:
         inputs stay in dtype""",
         flag=Flag(),
+    )
+    adapters: Mapping[str, str | PathLike[str]] | None = option(
+        None,
+        doc="""LoRA adapters by name, the folders that peft saved: a request asks for one with
+        `adapter`, and requests with different ones run in one step. The linears that they change
+        get slots for `max_adapters`; `engine.load_adapter` loads others; None: none at first""",
+        flag=Flag(
+            name="adapter",
+            metavar="NAME=PATH",
+            parse=adapter_pair,
+            many=True,
+            collect=dict,
+            help="a LoRA adapter, the folder that peft saved; the command's requests use the first",
+        ),
+        hashed=False,
+    )
+    max_adapters: int | None = option(
+        None,
+        NOT_NEGATIVE,
+        at_most(64),
+        doc="""adapters that are loaded at the same time, at most. Without `adapters`, all linears
+        that adapters can change get slots; None: 4, or as many as `adapters` has, and 0 without
+        them""",
+        flag=Flag(metavar="N"),
+    )
+    max_adapter_rank: int = option(
+        32,
+        within(1, 512),
+        doc="""highest rank of an adapter: all slots have room for it, and every product takes as
+        long as with this rank""",
+        flag=Flag(metavar="N"),
+    )
+    merge_adapter: str | PathLike[str] | None = option(
+        None,
+        doc="""the folder of a LoRA adapter that is merged into the weights while they are loaded,
+        before `quantize` rounds them: every request uses it, at no cost; None: none""",
+        flag=Flag(metavar="PATH"),
     )
     max_batch: int = option(
         8,
@@ -431,6 +471,7 @@ class EngineConfig(EngineSizes):
         for name in ("buckets", "prefill_buckets"):
             self._keep_sizes(name)
         self._check_calibration()
+        self._check_adapters()
         if self.quantize_lm_head and self.quantize is None:
             raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")
         if self.prefill_cut is not None:
@@ -466,6 +507,17 @@ class EngineConfig(EngineSizes):
         if not sizes:
             raise ValueError(f"{name} must name at least one size")
         object.__setattr__(self, name, tuple(map(int, sizes)))
+
+    def _check_adapters(self) -> None:
+        given = read_adapters(self.adapters)
+        if self.adapters is not None:
+            object.__setattr__(self, "adapters", given)
+        if len(given) > self.adapter_slots:
+            raise ValueError(
+                f"adapters has {len(given)} of them, and max_adapters={self.max_adapters}"
+            )
+        if self.merge_adapter is not None:
+            check_path("merge_adapter", self.merge_adapter)
 
     def _check_calibration(self) -> None:
         if self.kv_calibration is None:
@@ -570,6 +622,9 @@ class EngineConfig(EngineSizes):
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
+            "adapters": bool(self.adapters),
+            "max_adapters": self.adapter_slots > 0,
+            "merge_adapter": self.merge_adapter is not None,
             **more,
         }
         for name, is_asked in asked.items():

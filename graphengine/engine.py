@@ -21,7 +21,13 @@ from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
-from graphengine.core.weight_updates import StaleDrafts, WeightSource, update_weights
+from graphengine.core.weight_updates import (
+    StaleDrafts,
+    WeightSource,
+    load_adapter,
+    unload_adapter,
+    update_weights,
+)
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
 from graphengine.host.gate import Gate
@@ -40,6 +46,7 @@ from graphengine.parallel.driver_runtime import DriverRuntime, open_with_ranks
 from graphengine.parallel.pipelining import open_pipeline
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.adapters import LoadedAdapter
 from graphengine.requests.misplaced import check_names
 from graphengine.requests.request import Event, Request
 from graphengine.requests.result import Result
@@ -98,6 +105,8 @@ class Engine:
             drafter=drafter,
             defaults=defaults,
         )
+        for name, folder in (config.adapters or {}).items():
+            self.load_adapter(name, folder)
         log.info("captured\n%s", self.report())
 
     @classmethod
@@ -209,6 +218,7 @@ class Engine:
                     start in order of arrival; no running request is paused for it
         deadline_s  seconds from now: a step that begins later finishes the request in any phase,
                     with reason "deadline", and it keeps the tokens that were read
+        adapter     name of a loaded LoRA adapter that its tokens go through; None: the base model
 
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
         `QueueFull`, a RuntimeError, if `max_waiting` requests wait already.
@@ -360,7 +370,7 @@ class Engine:
         """Run one prompt, or a list of them as a batch, to the end.
 
         progress  called with (requests finished, requests) after each step that finished one
-        options   `priority` and `deadline_s` of `submit`, for each prompt
+        options   `priority`, `deadline_s` and `adapter` of `submit`, for each prompt
 
         Returns a `Result`, or a list of them in the order of the prompts. Prompts beyond
         `max_waiting` are queued as others start. Other requests continue meanwhile; the next
@@ -415,8 +425,8 @@ class Engine:
     ) -> Iterator[Event]:
         """Submit a request now and yield its events, which no step returns.
 
-        Closing the iterator early cancels the request. `options` are `priority` and `deadline_s` of
-        `submit`.
+        Closing the iterator early cancels the request. `options` are `priority`,
+        `deadline_s` and `adapter` of `submit`.
         """
         check_queue_options("stream", options)
         return runs.stream(self.core, partial(self.submit, prompt, params, **options))
@@ -435,12 +445,31 @@ class Engine:
         check_queue_options("astream", options)
         return runs.astream(self.core, partial(self.submit, prompt, params, **options))
 
-    def session(self) -> Session:
+    @property
+    def adapters(self) -> dict[str, LoadedAdapter]:
+        """The loaded adapters by name; a copy."""
+        return dict(self.core.intake.adapters.loaded)
+
+    def load_adapter(self, name: str, path: str | PathLike[str]) -> LoadedAdapter:
+        """Copy a LoRA adapter, the folder that peft saved, into a free slot; requests may run.
+
+        Nothing is captured again. It waits for the device. ValueError, with names and numbers, if
+        there is no free slot or the adapter fits neither model nor slots.
+        """
+        return load_adapter(self.core, self._loaded, name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter's slot. ValueError, with their ids, while requests use it."""
+        unload_adapter(self.core, name)
+
+    def session(self, *, adapter: str | None = None) -> Session:
         """An empty conversation, whose KV stays on the device between its turns.
+
+        adapter  the adapter of all its turns, as for `submit`: its KV belongs to it
 
         ValueError in an engine that saves hidden states, which needs whole prompts.
         """
-        return open_session(self.core)
+        return open_session(self.core, adapter)
 
     def restore_session(self, source: SessionSnapshot | str | PathLike[str]) -> Session:
         """The session that `Session.snapshot` copied, or the one in the file that it wrote.

@@ -5,6 +5,8 @@ Made by `python -m graphengine.cli.option_files`: change the table there, not th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from os import PathLike
 from typing import TypedDict
 
 import torch
@@ -75,6 +77,27 @@ class EngineOptions(TypedDict, total=False):
     per row or per block of 128 columns: "fp8" is e4m3, each token scaled by its largest value;
     it is faster on Hopper GPUs and less exact. Decode does not round inputs; None: inputs stay
     in dtype
+    """
+
+    adapters: Mapping[str, str | PathLike[str]] | None
+    """LoRA adapters by name, the folders that peft saved: a request asks for one with `adapter`,
+    and requests with different ones run in one step. The linears that they change get slots for
+    `max_adapters`; `engine.load_adapter` loads others; None: none at first
+    """
+
+    max_adapters: int | None
+    """adapters that are loaded at the same time, at most. Without `adapters`, all linears that
+    adapters can change get slots; None: 4, or as many as `adapters` has, and 0 without them
+    """
+
+    max_adapter_rank: int
+    """highest rank of an adapter: all slots have room for it, and every product takes as long as
+    with this rank
+    """
+
+    merge_adapter: str | PathLike[str] | None
+    """the folder of a LoRA adapter that is merged into the weights while they are loaded, before
+    `quantize` rounds them: every request uses it, at no cost; None: none
     """
 
     max_batch: int

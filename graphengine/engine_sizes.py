@@ -4,11 +4,15 @@ its widest step, its row family, and how many launches may be under way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from os import PathLike
+
 import torch
 
 from graphengine.buckets import BucketLadder
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily, row_family
+from graphengine.options.adapters import USUAL_ADAPTERS, read_adapters
 from graphengine.options.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
 from graphengine.options.draft_schedule import DraftSchedule
 from graphengine.options.mode import Mode
@@ -44,6 +48,8 @@ class EngineSizes:
     speculative: Speculative | str | None
     gate: GateOptions | None
     draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None
+    adapters: Mapping[str, str | PathLike[str]] | None
+    max_adapters: int | None
 
     @property
     def ranks(self) -> int:
@@ -56,6 +62,14 @@ class EngineSizes:
         names = ("tensor_parallel", "data_parallel", "pipeline_parallel")
         counts = {name: getattr(self, name) for name in names}
         return " and ".join(f"{name}={count}" for name, count in counts.items() if count > 1)
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that are loaded at the same time, at most."""
+        if self.max_adapters is not None:
+            return self.max_adapters
+        given = len(read_adapters(self.adapters))
+        return max(USUAL_ADAPTERS, given) if given else 0
 
     @property
     def mode(self) -> Mode | None:

@@ -74,7 +74,11 @@ class Session:
         tokens: list[int],
         context: Context,
         embeds: Embeds = NO_EMBEDS,
+        adapter: str | None = None,
     ) -> None:
+        self._adapter = adapter
+        # Which load of the adapter the kept KV is of; 0: of the base model alone.
+        self._generation = 0
         self._core = core
         self._tokens = tokens
         self._embeds = embeds
@@ -102,6 +106,11 @@ class Session:
         """
         self._settle()
         return tuple(self._tokens)
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter of all turns; None: the base model alone."""
+        return self._adapter
 
     @property
     def turn(self) -> Request | None:
@@ -198,7 +207,9 @@ class Session:
         elif self._context.blocks:
             reuse.give(context, self._context.blocks)
         reuse.states.share(self._context, context)
-        return Session(self._core, list(self._tokens), context, self._embeds)
+        other = Session(self._core, list(self._tokens), context, self._embeds, self._adapter)
+        other._generation = self._generation
+        return other
 
     # Turns.
 
@@ -228,12 +239,31 @@ class Session:
                 f"max_seq_len={limit}"
             )
         core.scheduler.check_queue()
+        self._settle_adapter(options)
         prompt = PromptTokens(tuple(self._tokens), self._embeds)
         request = core.intake.turn(prompt, params, on_event, submitted=submitted, **options)
         request.job.context = self._context
         core.queue(request)
         self._turn = request
         return request
+
+    def _settle_adapter(self, options: QueueOptions) -> None:
+        """Have the turn use the session's adapter; drop KV of another load of it.
+
+        ValueError for another adapter.
+        """
+        asked = options.setdefault("adapter", self._adapter)
+        if asked != self._adapter:
+            raise ValueError(
+                f"adapter={asked!r}, but the session's KV belongs to adapter {self._adapter!r}: "
+                f"open a session for each adapter"
+            )
+        loaded = self._core.intake.adapters.find(asked)
+        generation = 0 if loaded is None else loaded.generation
+        if generation != self._generation and (self._context.blocks or self._context.states):
+            self._reuse.cut(self._context, 0)
+            self._context.evicted = True
+        self._generation = generation
 
     def generate(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
@@ -271,6 +301,11 @@ class Session:
         """
         self._check_idle()
         _check_snapshots(self._core)
+        if self._adapter is not None:
+            raise ValueError(
+                f"the session's KV belongs to adapter {self._adapter!r}, which a snapshot cannot "
+                f"hold"
+            )
         reuse, context = self._reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
@@ -330,10 +365,11 @@ class Session:
             )
 
 
-def open_session(core: EngineCore) -> Session:
+def open_session(core: EngineCore, adapter: str | None = None) -> Session:
     """Implement `Engine.session`."""
     _check_sessions(core)
-    return Session(core, [], Context())
+    core.intake.adapters.find(adapter)
+    return Session(core, [], Context(), adapter=adapter)
 
 
 def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLike[str]) -> Session:

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import graphengine
+from checkpoints.adapters import write_adapter
 from graphengine import Engine, EngineConfig, SamplingParams
+from graphengine.demo import checkpoint_path
 from graphengine.options.table import rows
 from graphengine.testing import poison_padding
 from pages import PAGES, READER, ROOT, code_of, module_of, name_of, write_modules
@@ -141,6 +143,9 @@ def test_the_code_of_a_page_runs(
         names["__name__"] = "__main__"
     if page in ("docs/experts.md", "docs/tensor_parallel.md"):
         names |= {"path": moe_checkpoint(tmp_path), "prompt": [1, 2, 3]}
+    if page == "docs/adapters.md":
+        for seed, name in enumerate(("sql", "prose")):
+            write_adapter(tmp_path / "adapters" / name, checkpoint_path(), rank=2, seed=seed)
     for block in CODE[page]:
         exec(compile(block, page, "exec"), names)
     if "answer" in names:

@@ -60,7 +60,7 @@ MODEL_DOORS = {
             "vocabulary",
             "weights",
         ),
-        *("checkpoints", "plans", "quantised", "splitting"),
+        *("adapters", "checkpoints", "plans", "quantised", "splitting"),
     )
 }
 # Layers of drafters are composed of the same blocks as those of models.

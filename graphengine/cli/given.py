@@ -45,6 +45,11 @@ def read_engine_options(options: argparse.Namespace) -> EngineOptions:
     return cast(EngineOptions, given)
 
 
+def first_adapter(engine: Engine) -> str | None:
+    """The adapter of a command's requests; None: none was given."""
+    return next(iter(engine.adapters), None)
+
+
 def read_sampling(
     options: argparse.Namespace, defaults: SamplingParams | None = None
 ) -> SamplingParams:

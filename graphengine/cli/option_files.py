@@ -44,6 +44,8 @@ def keyword_arguments(table: type, name: str, meaning: str) -> str:
         if isinstance(node, ast.Name)
     }
     imports = sorted({*_imports(ast.parse(inspect.getsource(module)), module.__name__, used)})
+    standard = [line for line in imports if _is_standard(line)]
+    imports = [line for line in imports if line not in standard]
     lines = [
         f'"""{meaning}',
         "",
@@ -52,7 +54,7 @@ def keyword_arguments(table: type, name: str, meaning: str) -> str:
         "",
         "from __future__ import annotations",
         "",
-        "from typing import TypedDict",
+        *sorted([*standard, "from typing import TypedDict"]),
         "",
         *[line for line in imports if line.startswith("import ")],
         "",
@@ -149,6 +151,11 @@ def _imports(source: ast.Module, module: str, names: set[str]) -> Iterator[str]:
     )
     if own:
         yield _import_line(module, own)
+
+
+def _is_standard(line: str) -> bool:
+    """Whether a line imports from Python's own library."""
+    return line.split()[1].partition(".")[0] in sys.stdlib_module_names
 
 
 def _import_line(module: str, names: Sequence[str]) -> str:

@@ -51,6 +51,7 @@ ENGINE_GROUPS: Groups = {
         "kv_calibration",
         "state_dtype",
     ),
+    "Adapters": ("adapters", "max_adapters", "max_adapter_rank", "merge_adapter"),
     "Batch, lengths and buckets": (
         "max_batch",
         "max_seq_len",

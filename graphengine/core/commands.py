@@ -113,6 +113,13 @@ class UpdateWeights(NamedTuple):
     given: GivenTensors | None = None
 
 
+class LoadAdapter(NamedTuple):
+    """Copy the adapter in this folder into a slot."""
+
+    slot: int
+    folder: str
+
+
 class DigestState(NamedTuple):
     """Digest the state that is equal on all ranks."""
 
@@ -135,6 +142,7 @@ Command: TypeAlias = (
     | WriteStates
     | ReadScales
     | UpdateWeights
+    | LoadAdapter
     | DigestState
     | Close
 )

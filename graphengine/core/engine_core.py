@@ -35,6 +35,7 @@ from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.program.fields import (
+    adapter_updates,
     draft_updates,
     host_updates,
     ring_updates,
@@ -386,6 +387,8 @@ class EngineCore:
             updates |= rope_updates(plan, slots)
         if self.intake.embeds is not None and self.intake.embeds.images is not None:
             updates |= seen_updates(plan)
+        if self.intake.adapters.slots:
+            updates |= adapter_updates(plan, slots)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)

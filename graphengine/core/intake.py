@@ -15,6 +15,7 @@ from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
+from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
 from graphengine.requests.guided import Grammars, Guide
@@ -37,10 +38,11 @@ SEEDS = 2**63
 
 
 class QueueOptions(TypedDict, total=False):
-    """Options of a request in the queue; `Engine.submit` documents both."""
+    """Options of a request in the queue; `Engine.submit` documents them."""
 
     priority: int
     deadline_s: float | None
+    adapter: str | None
 
 
 def check_queue_options(method: str, options: QueueOptions) -> None:
@@ -89,6 +91,7 @@ class Intake:
         if prompts_only:
             self.usual_params = replace(self.usual_params, max_tokens=1)
         self.made = 0
+        self.adapters = Adapters(config.adapter_slots)
         self.weight_version = 0
         self._config = config
         self._max_seq_len = memory.max_seq_len
@@ -154,6 +157,7 @@ class Intake:
         submitted: float,
         priority: int = 0,
         deadline_s: float | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """A request, not queued yet; ValueError for parameters that cannot be served.
 
@@ -161,6 +165,7 @@ class Intake:
         """
         check_callable("on_event", callback)
         _check_queueing(priority, deadline_s)
+        loaded = self.adapters.find(adapter)
         stops = self._stops(params)
         self._check_new_tokens(params)
         self._check_length(len(prompt.ids))
@@ -192,6 +197,7 @@ class Intake:
                 min_tokens=params.min_tokens,
                 embeds=prompt.embeds,
                 rope_shift=rope_shift,
+                adapter=loaded,
                 stops=stops,
                 processing=processing,
                 full=params.filtered or processing is not None,

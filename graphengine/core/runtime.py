@@ -9,9 +9,10 @@ On a CPU device there is no stream, and a replay calls the step that would have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.core.triton_versions import bits_of_triton
+from graphengine.models.adapters.adapter import AdapterPart
 from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.models.checkpoints.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.contract import Model, RankGroup
@@ -90,6 +92,7 @@ class Runtime(SlotOperations, Waits):
     routing       experts recorded of tokens, and experts for tokens to replay; None if experts are
                   not recorded
     program       the captured steps
+    adapters      slots of adapters; None: there are none
     plans         the plan of each linear; `plan_sources` says where each came from
     graphs        graphs by key; `replaced` substitutes others
     captured      the graphs in the order of their capture; `captures` says what each took
@@ -124,6 +127,7 @@ class Runtime(SlotOperations, Waits):
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
+        self.adapters = held.adapters
         self.stream = held.stream
         self._copies = self._watched = held.stream
         self._has_scales = memory.kv_dtype == FP8_KV
@@ -317,6 +321,15 @@ class Runtime(SlotOperations, Waits):
             # Free the temporary memory of the update, which is not in the budget.
             torch.cuda.empty_cache()
 
+    def load_adapter(
+        self, loaded: LoadedWeights, slot: int, folder: Path, parts: Mapping[str, AdapterPart]
+    ) -> None:
+        """Copy an adapter, which was checked, into a slot, after everything that was queued."""
+        assert self.adapters is not None, f"no slots for {folder}"
+        with self.on_stream(), torch.no_grad():
+            self.adapters.fill(slot, parts, loaded.adaptable)
+        self.synchronize()
+
     def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:
         """Scales of all layers of each fp8 cache, `[ranks, L, 2, G]` on the host; only this rank's
         without a group.
@@ -446,7 +459,7 @@ class Runtime(SlotOperations, Waits):
             graph.close()
         self.buffers.close()
         del self.graphs, self.captured, self.program, self.model, self.caches, self.kept
-        del self.masks, self.mailbox, self.logprobs, self.routing, self.buffers
+        del self.adapters, self.masks, self.mailbox, self.logprobs, self.routing, self.buffers
 
 
 def _read_cache(cache: Tensor, index: Tensor) -> Tensor:
@@ -505,6 +518,7 @@ def _numerics_id(
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
             **({} if stages == 1 else {"pipeline_parallel": stages}),
             **({"expert_parallel": True} if config.expert_parallel else {}),
+            **({} if memory.adapters is None else {"adapter_rank": memory.adapters.rank}),
             **({} if config.data_parallel == 1 else {"data_parallel": config.data_parallel}),
             **model.numerics(prefill),
         },

@@ -1,4 +1,4 @@
-"""Updates the weights of an open engine in place, and drops kept KV and states."""
+"""Updates the weights of an open engine in place, dropping kept KV and states; loads adapters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
 from graphengine.observe.tracing import span
+from graphengine.opening.adapters import open_adapter, whole_weights
 from graphengine.opening.draft_updating import checked_drafts
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import is_int, shown, some
+from graphengine.requests.adapters import LoadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -89,3 +91,32 @@ def _stale_drafts(core: EngineCore, loaded: LoadedWeights) -> str | None:
     if not missing:
         return None
     return f"{len(missing)} tensors of the drafter were not in the update, {some(missing)}"
+
+
+def load_adapter(
+    core: EngineCore, loaded: LoadedWeights | None, name: str, path: str | os.PathLike[str]
+) -> LoadedAdapter:
+    """Implements `Engine.load_adapter`."""
+    core.check_open()
+    if loaded is None:
+        raise ValueError("load_adapter() is for engines that from_pretrained has opened")
+    sizes, adapters = core.memory.adapters, core.intake.adapters
+    if sizes is None:
+        raise ValueError(
+            f"load_adapter({name!r}) wants a slot, and the engine was opened without adapters: "
+            f"max_adapters=0"
+        )
+    slot = adapters.next_slot(name)
+    adapter = open_adapter(path, whole_weights(loaded.whole), sizes)
+    parts = dict(adapter.parts())
+    with span("load adapter"):
+        core.runtime.load_adapter(loaded, slot, adapter.folder, parts)
+    core.counters["adapters/loads"] += 1
+    return adapters.add(name, os.fspath(path), slot, adapter.rank)
+
+
+def unload_adapter(core: EngineCore, name: str) -> None:
+    """Implements `Engine.unload_adapter`."""
+    core.check_open()
+    unfinished = (*core.scheduler.active, *core.scheduler.waiting)
+    core.intake.adapters.remove(name, [(each.id, each.job.adapter) for each in unfinished])

@@ -366,6 +366,5 @@ def _as_bytes(request: Request) -> bytes:
     """The prompt as bytes; made once."""
     keys = request.job.block_keys
     if keys is None:
-        identity = request.job.embeds.identity(request.prompt_token_ids)
-        keys = request.job.block_keys = [identity.tobytes()]
+        keys = request.job.block_keys = [request.identity().tobytes()]
     return keys[0]

@@ -486,7 +486,7 @@ class Reuse:
         keys = request.job.block_keys
         if keys is None:
             size, tokens_after = self._block_size, self._tokens_after
-            tokens, key = request.job.embeds.identity(request.prompt_token_ids), b""
+            tokens, key = request.identity(), b""
             keys = []
             for start in range(0, len(tokens) - size - tokens_after + 1, size):
                 known = tokens[start : start + size + tokens_after]

@@ -36,6 +36,7 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.adapters.table import LaneAdapters
 from graphengine.models.linears import (
     LinearPlans,
     Linears,
@@ -45,7 +46,7 @@ from graphengine.models.linears import (
 )
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import LayerStates, StateTensors
-from graphengine.models.weights import StoredWeights
+from graphengine.models.weights import StoredLinear, StoredWeights
 
 # What the engine lends a model for a launch.
 
@@ -218,6 +219,7 @@ class PrefillLaunch(Launch):
     given        embeddings of lanes that have no token; None: every lane has a token
     rope_rows    the rows of RoPE's tables by which lanes turn; None: those of their positions
     deepstack    rows of each level that are added to lanes without a token, after the first layers
+    adapters     what adapters add to the chunk's products; None: there are no adapters
     """
 
     reduce: Reduce | None = None
@@ -229,6 +231,7 @@ class PrefillLaunch(Launch):
     given: GivenRows | None = None
     rope_rows: RopeRows | None = None
     deepstack: tuple[GivenRows, ...] = ()
+    adapters: LaneAdapters | None = None
 
 
 ONE_RANK = PrefillLaunch()
@@ -249,6 +252,7 @@ class DecodeLaunch(Launch):
     `activations` and `split` are for prefill: decode does not round inputs, and all ranks have all
     lanes. `routes` belong to one decode step: chunks have their own. `rope_shift` is what each slot
     adds to a position to find its row of RoPE's tables, int32 [S]; None: positions are rows.
+    `adapters` add to the products of the weights that they change; None: there are no adapters.
     """
 
     plans: LinearPlans
@@ -263,6 +267,7 @@ class DecodeLaunch(Launch):
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
     rope_shift: Tensor | None = None
+    adapters: LaneAdapters | None = None
 
     def plan(self, name: str, weight: AnyWeight | PackedExperts) -> LinearPlan:
         """The plan of a linear, by its name and by how its weight is stored."""
@@ -284,18 +289,11 @@ class DecodeLaunch(Launch):
         eps     of that norm
         """
         plan = self.plan(name, weight)
-        if isinstance(inputs, Tensor):
-            return LinearCall(inputs, weight, slot, eps=eps, bias=bias, plan=plan, launch=self)
-        return LinearCall(
-            inputs.scaled,
-            weight,
-            slot,
-            squares_TN=inputs.squares,
-            eps=eps,
-            bias=bias,
-            plan=plan,
-            launch=self,
+        x, squares = (
+            (inputs, None) if isinstance(inputs, Tensor) else (inputs.scaled, inputs.squares)
         )
+        call = LinearCall(x, weight, slot, squares, eps, bias, plan=plan, launch=self)
+        return call if self.adapters is None else self.adapters.added(call)
 
     @property
     def prefill(self) -> PrefillLaunch:
@@ -307,6 +305,7 @@ class DecodeLaunch(Launch):
             share=self.share,
             experts=self.experts,
             activations=self.activations,
+            adapters=self.adapters,
         )
 
 
@@ -516,6 +515,10 @@ class ModelWeights(StoredWeights):
             tensors = [weight] if isinstance(weight, Tensor) else weight.tensors
             found.setdefault(linear_name(name, weight), []).extend(tensors)
         return found
+
+    def adaptable(self) -> list[StoredLinear]:
+        """The weights that adapters can change, in the order of a step."""
+        return []
 
     @property
     def embedding_scale(self) -> float:

@@ -32,6 +32,7 @@ from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights
+from graphengine.models.blocks.mlp import MlpWeights
 from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, Sandwich, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
@@ -141,6 +142,13 @@ class DecoderWeights(ModelWeights):
     def linear_names(self) -> Mapping[str, str]:
         """The name in `config.linears` of each linear of the blocks."""
         return names_of_linears(self.blocks())
+
+    def adaptable(self) -> list[StoredLinear]:
+        """The products of grouped-query attention and of dense feed-forwards."""
+        kinds = AttentionWeights | SwigluWeights | MlpWeights
+        blocks = [block for block in self.blocks() if isinstance(block, kinds)]
+        linears = [linear for block in blocks for linear in block.linears()]
+        return [linear for linear in linears if not linear.transposed]
 
     def blocks(self) -> list[BlockWeights]:
         """The weights of all blocks, in the order in which they run."""

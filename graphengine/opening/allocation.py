@@ -25,6 +25,7 @@ from graphengine.kernels.core.triton_versions import warn_if_untried
 from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.swap import copy_blocks
+from graphengine.models.adapters.table import AdapterTable, LaneAdapters
 from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.choosing import PlanOrigins, choose_plans
@@ -36,6 +37,8 @@ from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.records import RecordMemory, Records, new_records
 from graphengine.program.early_stage import EarlyStage
 from graphengine.program.fields import (
+    ADAPTER_OF_CHUNK,
+    ADAPTER_OF_SLOT,
     EMBEDS_FIELD,
     ROPE_ROWS,
     ROPE_SHIFT,
@@ -64,6 +67,7 @@ class Allocation:
     caches   the target's, then the drafter's if it has one
     routing  records of experts; None if they are not recorded
     kept     places for the states of recurrent layers
+    adapters slots of adapters; None: there are none
     stream   the stream of all replays and copies; None on a CPU
     """
 
@@ -77,6 +81,7 @@ class Allocation:
     caches: tuple[PagedCache, ...]
     kept: KeptTensors
     program: StepProgram
+    adapters: AdapterTable | None
     stream: torch.cuda.Stream | None
 
 
@@ -104,8 +109,9 @@ def allocate(
     states = _new_states(model, memory, buffers, target[0])
     setting = _new_setting(model, memory, config, drafter, plans, buffers, group)
     drafter.open(setting, own[0])
+    adapters = _new_adapters(model, memory)
     program = _new_program(
-        config, drafter, setting, states, held, _new_flow(setting, drafter, stages)
+        config, drafter, setting, states, held, _new_flow(setting, drafter, stages), adapters
     )
     stream = _new_stream(memory.device)
     # The target's cache is listed even if it has no layers, as when all its KV is in rings.
@@ -127,6 +133,7 @@ def allocate(
             model.config.states, buffers, memory.state_places, [cache for cache, _ in caches]
         ),
         program=program,
+        adapters=adapters,
         stream=stream,
     )
 
@@ -183,6 +190,7 @@ def _new_program(
     states: StateTensors,
     records: Records,
     flow: StageFlow | None,
+    adapters: AdapterTable | None,
 ) -> StepProgram:
     """The steps of a whole model or of the last stage, which sample, or of an earlier stage."""
     model, buffers = setting.model, setting.buffers
@@ -194,6 +202,10 @@ def _new_program(
         # Only for the target: draft modules count a picture's rows as tokens.
         launch = replace(launch, rope_shift=buffers[ROPE_SHIFT])
         rope_rows = _rope_rows(model, buffers)
+    if adapters is not None:
+        # Only for the target: draft modules draft with their own weights alone.
+        lanes = (buffers[name] for name in (ADAPTER_OF_SLOT, ADAPTER_OF_CHUNK))
+        launch = replace(launch, adapters=LaneAdapters(adapters, *lanes))
     return (StepProgram if samples else EarlyStage)(
         model,
         buffers,
@@ -212,6 +224,13 @@ def _new_program(
         forced_acceptance=config.forced_acceptance,
         flow=flow,
     )
+
+
+def _new_adapters(model: Model, memory: MemoryPlan) -> AdapterTable | None:
+    if memory.adapters is None:
+        return None
+    linears = model.weights.adaptable()
+    return AdapterTable(linears, memory.adapters, memory.device, memory.dtype)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:

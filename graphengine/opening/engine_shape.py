@@ -11,8 +11,8 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.rings import WindowRing
 from graphengine.kernels.core.paged import FP8_KV
-from graphengine.models.contract import ModelConfig
-from graphengine.models.weights import RoutedExperts, StoredWeights
+from graphengine.models.contract import ModelConfig, ModelWeights
+from graphengine.models.weights import RoutedExperts
 from graphengine.opening.inventory import prefill_ladder, state_places
 from graphengine.opening.requirements import check_requirements, recorded_experts
 from graphengine.options.prefill_cut import PrefillCut
@@ -32,7 +32,7 @@ class EngineShape:
     model: ModelConfig
     config: EngineConfig
     drafter: Drafter
-    weights: StoredWeights
+    weights: ModelWeights
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype

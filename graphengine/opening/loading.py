@@ -13,6 +13,9 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, RemoteDrafter, make_drafter
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.linear.packed import PackedWeight
+from graphengine.models.adapters.adapter import Adapter
+from graphengine.models.adapters.merging import with_merged
+from graphengine.models.adapters.table import AdapterSizes
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.checkpoints.stored import (
@@ -22,13 +25,14 @@ from graphengine.models.checkpoints.stored import (
     read_model,
     with_state_dtype,
 )
-from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
+from graphengine.models.contract import WHOLE, Model, ModelConfig, ModelWeights, Share
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
+from graphengine.opening.adapters import adapter_sizes
 from graphengine.opening.budget.footprint import plan_with_footprint
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
@@ -46,6 +50,7 @@ class Found(NamedTuple):
     split        the model with this share of all layers
     whole_stage  the layers of `model`, not split: only some layers in a pipeline
     calibration  token ids of the prompt that sets the scales of an fp8 KV cache
+    adapters     how many adapters there are slots for, and of which sizes; None: none
     """
 
     checkpoint: Checkpoint
@@ -58,6 +63,7 @@ class Found(NamedTuple):
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     calibration: Sequence[int]
+    adapters: AdapterSizes | None = None
 
 
 class Opened(NamedTuple):
@@ -89,6 +95,8 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
         checkpoint = _drawn(checkpoint, config.device)
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
+    if config.merge_adapter is not None:
+        checkpoint = with_merged(checkpoint, Adapter.open(config.merge_adapter))
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     named = None if tokenizer is None else tokenizer.eos_token_id
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model, named))
@@ -112,6 +120,7 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
         tokenizer=tokenizer,
         eos_ids=tuple(eos_ids),
         calibration=calibration,
+        adapters=adapter_sizes(config, whole),
     )
     return found_of_stage(found, place.pipe) if config.pipeline_parallel > 1 else found
 
@@ -150,6 +159,7 @@ def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
         checkpoint_dtype=stored_dtype(found.checkpoint),
         drafter=found.drafter,
         calibration_tokens=len(found.calibration),
+        adapters=found.adapters,
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
     return memory
@@ -216,8 +226,15 @@ def load_checkpoint(
         all_wanted=all_wanted,
         all_packed=_packed(all_linears),
         drafted=all_wanted - targets,
+        adaptable=_adaptable(weights, linears),
     )
     return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
+
+
+def _adaptable(weights: ModelWeights, linears: Sequence[StoredLinear]) -> list[StoredLinear]:
+    """The weights that adapters can change, as this rank has them among all linears."""
+    changed = {id(linear.weight) for linear in weights.adaptable()}
+    return [linear for linear in linears if id(linear.weight) in changed]
 
 
 def _packed(linears: Sequence[StoredLinear]) -> list[StoredLinear]:

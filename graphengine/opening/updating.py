@@ -42,6 +42,7 @@ class LoadedWeights:
     all_wanted   names of the tensors that any rank wants
     all_packed   `packed` of all ranks together; its linears may be on the device "meta"
     drafted      names of the tensors that only the drafter wants; packed ones are left out
+    adaptable    the weights that adapters can change, with the cuts of this rank
     """
 
     checkpoint: Checkpoint
@@ -51,6 +52,7 @@ class LoadedWeights:
     all_wanted: Collection[str]
     all_packed: Sequence[StoredLinear]
     drafted: Collection[str] = ()
+    adaptable: Sequence[StoredLinear] = ()
 
     def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
         """All tensors of another checkpoint of the same model, checked.

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.config import EngineConfig
-from graphengine.core.commands import Command, DigestState, UpdateWeights
+from graphengine.core.commands import Command, DigestState, LoadAdapter, UpdateWeights
+from graphengine.models.adapters.adapter import AdapterPart
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.contract import Share
@@ -150,6 +151,15 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         with as_checkpoint(given) as folder, self.ranks.explained():
             self.run(UpdateWeights(os.fspath(folder), given.folder is None, drafts, given))
             self.ranks.wait_until_updated(given.nbytes)
+
+    def load_adapter(
+        self, loaded: LoadedWeights, slot: int, folder: Path, parts: Mapping[str, AdapterPart]
+    ) -> None:
+        """Copy an adapter into a slot on all ranks, each of which reads its part."""
+        with self.ranks.explained():
+            self.run(LoadAdapter(slot, os.fspath(folder.absolute())))
+            nbytes = sum(part.down.nbytes + part.up.nbytes for part in parts.values())
+            self.ranks.wait_until_updated(nbytes)
 
     def digests(self) -> list[str]:
         """SHA-256 of the device-owned state that all ranks share, for each rank, after all queued

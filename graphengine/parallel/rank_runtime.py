@@ -13,6 +13,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.commands import (
     Command,
     DigestState,
+    LoadAdapter,
     ReadBlocks,
     ReadScales,
     ReadStates,
@@ -21,6 +22,7 @@ from graphengine.core.commands import (
     WriteStates,
 )
 from graphengine.core.runtime import Operation, Runtime
+from graphengine.models.adapters.adapter import Adapter
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.draft_updating import drafts_in_folder
 from graphengine.opening.loading import Found, Opened
@@ -109,6 +111,11 @@ class RankRuntime(Runtime):
         else:
             Runtime.update_weights(self, self._loaded, given)
 
+    def _load_adapter(self, command: LoadAdapter) -> None:
+        folder = Path(command.folder)
+        parts = dict(Adapter.open(folder).parts())
+        Runtime.load_adapter(self, self._loaded, command.slot, folder, parts)
+
     def _digest_state(self, command: DigestState) -> str:
         """SHA-256 of every device-owned field that is equal on all ranks, in hexadecimal digits."""
         self.synchronize()
@@ -128,5 +135,6 @@ class RankRuntime(Runtime):
         WriteStates: _scatter_states,
         ReadScales: _gathered_scales_id,
         UpdateWeights: _update_weights,
+        LoadAdapter: _load_adapter,
         DigestState: _digest_state,
     }

@@ -31,6 +31,7 @@ from graphengine.sampling_params import SAMPLER_FIELDS
 EMBEDS_FIELD = "prefill_embeds"
 ROPE_SHIFT, ROPE_ROWS = "rope_shift", "prefill_rope_rows"
 SEEN_FIELD = "prefill_seen"
+ADAPTER_OF_SLOT, ADAPTER_OF_CHUNK = "adapter", "prefill_adapter"
 
 
 def field_table(
@@ -170,6 +171,8 @@ def engine_fields(
         fields += _rope_fields(sizes)
     if images:
         fields.append(_seen_field(sizes))
+    if config.adapter_slots:
+        fields += _adapter_fields(sizes)
     return fields
 
 
@@ -224,6 +227,37 @@ def _rope_fields(sizes: FieldSizes) -> list[Field]:
             meaning="rows of RoPE's tables of the chunk, by axis",
         ),
     ]
+
+
+def _adapter_fields(sizes: FieldSizes) -> list[Field]:
+    """The adapters of the requests in the slots, and of the chunk."""
+    lanes = {ADAPTER_OF_SLOT: sizes.slots, ADAPTER_OF_CHUNK: 1}
+    return [
+        Field(
+            name=name,
+            shape=(count,),
+            dtype=torch.int32,
+            owner="host",
+            pad=-1,
+            meaning="slot of the request's adapter; -1 for none",
+        )
+        for name, count in lanes.items()
+    ]
+
+
+def adapter_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
+    """The fields of `_adapter_fields` that a plan changes."""
+    updates: dict[str, Any] = {}
+    if plan.slots_changed:
+        updates[ADAPTER_OF_SLOT] = [request and _adapter_slot(request) for request in slots]
+    if plan.prefill is not None:
+        updates[ADAPTER_OF_CHUNK] = [_adapter_slot(plan.prefill.request)]
+    return updates
+
+
+def _adapter_slot(request: Request) -> int:
+    adapter = request.job.adapter
+    return -1 if adapter is None else adapter.slot
 
 
 def rope_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:

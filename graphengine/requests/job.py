@@ -10,6 +10,7 @@ from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
 if TYPE_CHECKING:
+    from graphengine.requests.adapters import LoadedAdapter
     from graphengine.requests.context import Context, HeldRing, KeptState, SharedPrompt
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
@@ -69,6 +70,7 @@ class Job:
     prompt_len   tokens of the prompt
     embeds       embeddings of the prompt, at positions without a token
     rope_shift   row of RoPE's tables minus position, past the prompt
+    adapter      the adapter that all its tokens go through; None: the base model alone
     max_len      most tokens of prompt and output; `max_new_tokens` of output alone
     min_tokens   tokens of output before any stop token may end it; `min_len` includes the prompt
     stops        its stop tokens
@@ -103,6 +105,7 @@ class Job:
     stops: Stops = field(default_factory=Stops)
     embeds: Embeds = NO_EMBEDS
     rope_shift: int = 0
+    adapter: LoadedAdapter | None = None
     processing: Processing | None = None
     full: bool = False
     deadline: float | None = None

@@ -8,8 +8,8 @@ from dataclasses import fields
 from graphengine.config import EngineConfig
 from graphengine.sampling_params import SamplingParams
 
-QUEUE_OPTIONS = ("priority", "deadline_s")
-"""Options of a request in the queue; `Engine.submit` documents both."""
+QUEUE_OPTIONS = ("priority", "deadline_s", "adapter")
+"""Options of a request in the queue; `Engine.submit` documents them."""
 
 _REQUEST = frozenset(field.name for field in fields(SamplingParams))
 _ENGINE = frozenset(field.name for field in fields(EngineConfig))

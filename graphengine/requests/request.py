@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -148,6 +149,23 @@ class Request:
         return self.id
 
     @property
+    def adapter(self) -> str | None:
+        """The name of the adapter that its tokens go through; None: the base model alone."""
+        adapter = self.job.adapter
+        return None if adapter is None else adapter.name
+
+    def identity(self) -> array[int]:
+        """A number for each position of the prompt: two requests whose numbers are equal up to a
+        position have the same KV there.
+        """
+        made, adapter = self.job.embeds.identity(self.prompt_token_ids), self.job.adapter
+        if adapter is None:
+            return made
+        # Token ids and digests have 62 bits or fewer.
+        salt = adapter.generation << 32
+        return array("q", (number ^ salt for number in made))
+
+    @property
     def finished(self) -> bool:
         return self.phase is Phase.FINISHED
 
@@ -189,6 +207,7 @@ class Request:
             acceptance=self.acceptance,
             cached_tokens=self.cached_tokens,
             weight_version=self.weight_version,
+            adapter=self.adapter,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             routing=self._routing(),

@@ -82,6 +82,7 @@ class Result:
                  from another prompt that begins with them
     weight_version  version of the weights that its tokens came from: 0, or that of the last
                  `Engine.update_weights`
+    adapter      name of the adapter that its tokens went through; None: the base model alone
     logprobs     an entry for each of `token_ids`, if the request asked for them
     prompt_logprobs  the same for the prompt's tokens; the first entry is None, as no token precedes
                      it
@@ -102,6 +103,7 @@ class Result:
     acceptance: Acceptance = field(default_factory=Acceptance)
     cached_tokens: int = 0
     weight_version: int = 0
+    adapter: str | None = None
     stop_reason: str | int | tuple[int, ...] | None = None
     text_ends: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -161,6 +163,7 @@ class Result:
         timings           seconds from its submission: {"time_to_first_token" (null without one),
                           "tokens": when each reached the host, "finished"}
         cached_tokens     tokens of the prompt whose KV was kept from earlier
+        adapter           name of its adapter; null: the base model alone
         weight_version    version of the weights, 0 before the first update
         acceptance        `Acceptance.as_dict()`: counts of its drafts
         logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
@@ -187,6 +190,7 @@ class Result:
             },
             "cached_tokens": self.cached_tokens,
             "weight_version": self.weight_version,
+            "adapter": self.adapter,
             "acceptance": self.acceptance.as_dict(),
             "logprobs": _lists_of(self.logprobs),
             "prompt_logprobs": _lists_of(self.prompt_logprobs),

@@ -437,7 +437,7 @@ def test_nothing_works_after_close(device: str) -> None:
 DESCRIBES = {
     "acceptance", "busy", "config", "core", "counters", "eos_ids", "gate", "last_step", "memory",
     "numerics_id", "prefill_cut", "recorder", "report", "requests", "row_family", "scheduler",
-    "stats", "stop_callback", "tokenizer", "default_params", "weight_version",
+    "stats", "stop_callback", "tokenizer", "default_params", "weight_version", "adapters",
 }  # fmt: skip
 """Public names of an engine that still work once it is closed, close() and __exit__ aside."""
 
@@ -467,6 +467,8 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "force": lambda: engine.force(None, 1),  # type: ignore[arg-type]
         "generate": lambda: engine.generate(PROMPT),
         "generate_many": lambda: engine.generate_many(PROMPT, n=2),
+        "load_adapter": lambda: engine.load_adapter("a", "nowhere"),
+        "unload_adapter": lambda: engine.unload_adapter("a"),
         "restore_session": lambda: engine.restore_session("nowhere"),
         "session": engine.session,
         "step": engine.step,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graphengine.cli.given import open_engine, read_sampling
+from graphengine.cli.given import first_adapter, open_engine, read_sampling
 from graphengine.cli.output import print_logprobs, summarise
 from graphengine.cli.terminal import columns, fit
 from graphengine.cli.typed_lines import typed_lines
@@ -38,7 +38,7 @@ def chat(options: argparse.Namespace) -> int:
     Ctrl-C ends a reply, /help lists commands. Status 2 after a turn that could not be served.
     """
     read_sampling(options)  # Errors come before the engine is opened.
-    with open_engine(options) as engine, engine.session() as session:
+    with open_engine(options) as engine, engine.session(adapter=first_adapter(engine)) as session:
         params = read_sampling(options, engine.default_params)
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")

@@ -7,8 +7,9 @@ import json
 import sys
 from collections import Counter
 
-from graphengine.cli.given import open_engine, read_sampling
+from graphengine.cli.given import first_adapter, open_engine, read_sampling
 from graphengine.cli.output import print_logprobs, print_summary, summarise
+from graphengine.core.intake import QueueOptions
 from graphengine.engine import Engine
 from graphengine.sampling_params import SamplingParams
 
@@ -23,8 +24,9 @@ def generate(options: argparse.Namespace) -> None:
             _samples(options, engine, prompt, params)
             return
         before, request = Counter(engine.counters), None
+        queued: QueueOptions = {"deadline_s": options.deadline, "adapter": first_adapter(engine)}
         try:
-            for event in engine.stream(prompt, params, deadline_s=options.deadline):
+            for event in engine.stream(prompt, params, **queued):
                 request = event.request
                 if not options.json:
                     print(event.text, end="", flush=True)
@@ -50,7 +52,8 @@ def _samples(
     options: argparse.Namespace, engine: Engine, prompt: str, params: SamplingParams
 ) -> None:
     """Print several texts of a prompt."""
-    results = engine.generate_many(prompt, params, n=options.samples, deadline_s=options.deadline)
+    queued: QueueOptions = {"deadline_s": options.deadline, "adapter": first_adapter(engine)}
+    results = engine.generate_many(prompt, params, n=options.samples, **queued)
     for result in results:
         if options.json:
             print(json.dumps(result.to_dict()))

@@ -244,18 +244,30 @@ class PrefillScratch:
         swiglu: bool = False,
         activation: Activation = "silu",
     ) -> Tensor:
-        """`chunk_product` with this launch; inputs are rounded into this memory."""
-        return chunk_product(
+        """`chunk_product` with this launch, and with what adapters add to it; inputs are rounded
+        into this memory.
+        """
+        adapters, pdl = self.launch.adapters, self.launch.pdl
+        chunk_product(
             x,
             weight,
             bias,
             out=out,
             swiglu=swiglu,
             activation=activation,
-            pdl=self.launch.pdl,
+            pdl=pdl,
             activations=self.launch.activations,
             codes=self._codes,
+            delta=self.delta(x, weight) if swiglu else None,
         )
+        if adapters is not None and not swiglu:
+            adapters.add_to_chunk(out, x, weight, pdl=pdl)
+        return out
+
+    def delta(self, x: Tensor, weight: AnyWeight) -> Tensor | None:
+        """What adapters add to a product that a kernel takes on; None: nothing."""
+        adapters = self.launch.adapters
+        return None if adapters is None else adapters.chunk_delta(x, weight, pdl=self.launch.pdl)
 
 
 def coded_columns(weights: Iterable[AnyWeight], activations: ActivationKind | None) -> int:
@@ -280,6 +292,7 @@ def chunk_product(
     pdl: bool = False,
     activations: ActivationKind | None = None,
     codes: Tensor | None = None,
+    delta: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed.
 
@@ -287,6 +300,7 @@ def chunk_product(
     activation   in place of silu
     activations  what x is rounded to, if the weight takes that
     codes        uint8, of `code_bytes` or more: memory for the rounded x; None: new memory
+    delta        for a packed weight: `[N, M]`, added to the product before its activation
     """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
@@ -295,9 +309,16 @@ def chunk_product(
             rounded = None if codes is None else new_lane_codes(codes, *x.shape)
             inputs = quantise_lanes(x, out=rounded, pdl=pdl)
         return packed_chunk_product(
-            inputs, weight, bias, out=out, swiglu=swiglu, activation=activation, pdl=pdl
+            inputs,
+            weight,
+            bias,
+            out=out,
+            swiglu=swiglu,
+            activation=activation,
+            pdl=pdl,
+            delta=delta,
         )
-    assert not swiglu, f"{swiglu=} of a weight that is not packed"
+    assert not swiglu and delta is None, f"{swiglu=} of a weight that is not packed"
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)

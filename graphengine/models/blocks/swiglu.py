@@ -227,7 +227,10 @@ class SwigluWeights:
             )
         if self.is_fused(len(h)):
             gated = scratch.take(ffn, after=after)
-            return linear_swiglu(h, self.gate_up, activation=activation, out=gated, pdl=pdl)
+            delta = scratch.delta(h, self.gate_up)
+            return linear_swiglu(
+                h, self.gate_up, activation=activation, out=gated, pdl=pdl, delta_NM=delta
+            )
         gate_up = scratch.take(2 * ffn, after=after)
         scratch.product(h, self.gate_up, self.gate_up_bias, out=gate_up)
         return swiglu(gate_up, slot, activation=activation, out=gate_up[:, :ffn], pdl=pdl)

@@ -46,6 +46,8 @@ from graphengine.options.devices import DTYPES
 
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Ordered | Sequence[Tensor]]
+Merge = Callable[[str, Tensor, Cut | None], Tensor]
+"""Makes the value of a tensor, by its name, of what is stored, or of a part of that."""
 
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # A base model saved alone lacks this prefix in the names that begin with these parts.
@@ -83,6 +85,7 @@ class Checkpoint:
     quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
     drawn_on           the device that draws random weights, seeded by their names, in place of
                        those in the files; None: the files are read
+    merge              changes values as they are read; None: they are as stored
     tensors            by name; with an index, only what the index names. Tensors of a base model
                        saved alone ("layers.0."), and of a language model with a vision tower
                        ("language_model.model.layers.0."), have the names of the whole language
@@ -100,6 +103,7 @@ class Checkpoint:
     four_bits: Mapping[str, FourBits] = field(default_factory=dict)
     quant_config: dict[str, Any] | None = None
     drawn_on: str | None = None
+    merge: Merge | None = None
     tokenizer_file: Path | None = None
 
     @classmethod
@@ -157,7 +161,7 @@ class Checkpoint:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether a LoRA adapter lies next to the weights; nothing here reads it."""
+        """Whether a LoRA adapter lies next to the weights; only an option has it read."""
         return (self.path / ADAPTER).is_file()
 
     @property
@@ -254,7 +258,8 @@ class Checkpoint:
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors mapped from `file`, each valid until the next one is yielded."""
         if self.drawn_on is not None:
-            yield from ((name, self._draw(name, self.drawn_on)) for name in names)
+            for name in names:
+                yield name, self._merged(name, self._draw(name, self.drawn_on))
             return
         try:
             with _open_tensors(file) as shard:
@@ -278,7 +283,11 @@ class Checkpoint:
             )
         else:
             whole = opened(info.file).get_tensor(stored)
-        return whole if info.cut is None else info.cut.part(whole)
+        return self._merged(name, whole if info.cut is None else info.cut.part(whole))
+
+    def _merged(self, name: str, value: Tensor) -> Tensor:
+        """The value that a tensor is read as; `value` is what is stored of it."""
+        return value if self.merge is None else self.merge(name, value, self.tensors[name].cut)
 
     def _draw(self, name: str, device: str) -> Tensor:
         info = self.tensors[name]
@@ -369,7 +378,7 @@ class _MappedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         info, drawn_on = self._checkpoint.tensors[name], self._checkpoint.drawn_on
         if drawn_on is not None:
-            return self._checkpoint._draw(name, drawn_on)
+            return self._checkpoint._merged(name, self._checkpoint._draw(name, drawn_on))
         try:
             return self._checkpoint._mapped(name, self._open)
         except SafetensorError as error:

@@ -61,8 +61,8 @@ def told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> str
         base = read_json_object(directory / ADAPTER).get("base_model_name_or_path")
         of, model = ("", "its") if base is None else (f" of {shown(base)}", "that")
         return (
-            f", but {ADAPTER}: it is a LoRA adapter{of}, and adapters are not read. "
-            f"Merge it into {model} model (merge_and_unload of peft), save the whole and open that"
+            f", but {ADAPTER}: it is a LoRA adapter{of}. Open {model} model with "
+            f"adapters={{name: folder}} or merge_adapter=folder"
         )
     # For a hub id these files are not downloaded.
     if find_local(path_or_hub_id) is None and "gguf" in os.fspath(path_or_hub_id).lower():

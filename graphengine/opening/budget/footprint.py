@@ -22,6 +22,7 @@ from graphengine.drafters import Drafter
 from graphengine.kernels.core.devices import assumed, device_of
 from graphengine.kernels.core.launching import UNINITIALISED
 from graphengine.kernels.core.op import Op, ops_handed_to
+from graphengine.models.adapters.table import AdapterSizes
 from graphengine.models.contract import ModelConfig
 from graphengine.models.repeats import Moved, repeats_told
 from graphengine.opening.budget.memory import UNLIMITED, MemoryPlan, plan_memory
@@ -46,6 +47,7 @@ def plan_with_footprint(
     checkpoint_dtype: torch.dtype,
     drafter: Drafter,
     calibration_tokens: int = 0,
+    adapters: AdapterSizes | None = None,
 ) -> MemoryPlan:
     """`plan_memory` with what the steps take; where there is not one GPU, with its estimates.
 
@@ -58,6 +60,7 @@ def plan_with_footprint(
         checkpoint_dtype=checkpoint_dtype,
         drafter=drafter,
         calibration_tokens=calibration_tokens,
+        adapters=adapters,
     )
     device = torch.device(config.device)
     gpu = device_of(device)

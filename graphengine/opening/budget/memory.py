@@ -16,6 +16,7 @@ from graphengine.kernels.comm.push_lanes import lane_units
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
+from graphengine.models.adapters.table import AdapterSizes, AdapterTable
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import kept_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
@@ -60,6 +61,7 @@ class MemoryPlan:
     push_units     units of memory in which ranks on GPUs receive each other's parts of a decode
                    step, in float32; stages push none. 0 with one rank
     summed_words   words of the largest part of a chunk that ranks on GPUs sum by pushes; 0: none
+    adapters       how many adapters there are slots for, and of which sizes; None: there are none
     """
 
     device: torch.device
@@ -86,6 +88,7 @@ class MemoryPlan:
     load_bytes: int = 0
     push_units: int = 0
     summed_words: int = 0
+    adapters: AdapterSizes | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -148,6 +151,7 @@ def plan_memory(
     calibration_tokens: int = 0,
     footprint: Footprint | None = None,
     room: Room | None = None,
+    adapters: AdapterSizes | None = None,
 ) -> MemoryPlan:
     """Sizes and budget of an engine, with rings where they are smaller.
 
@@ -162,11 +166,16 @@ def plan_memory(
                         caches are allocated, so the budget has a line for what it takes beyond them
     footprint           what the steps take besides; None: it is estimated from the model's sizes
     room                the memory that may be planned; None: what is free now
+    adapters            how many adapters there are slots for; None: none
     """
     rings = window_rings(model, config, drafter.needs.length)
     shape = EngineShape.of(model, config, drafter, checkpoint_dtype)
     plan = partial(
-        _plan, calibration_tokens=calibration_tokens, footprint=footprint, room=room or _room(shape)
+        _plan,
+        calibration_tokens=calibration_tokens,
+        footprint=footprint,
+        room=room or _room(shape),
+        adapters=adapters,
     )
     try:
         whole = plan(shape)
@@ -179,11 +188,17 @@ def plan_memory(
 
 
 def _plan(
-    shape: EngineShape, *, calibration_tokens: int, footprint: Footprint | None, room: Room
+    shape: EngineShape,
+    *,
+    calibration_tokens: int,
+    footprint: Footprint | None,
+    adapters: AdapterSizes | None,
+    room: Room,
 ) -> MemoryPlan:
     """Sizes and budget with the rings of this shape; OutOfBudget if the engine does not fit."""
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
     _add_weights(budget, shape)
+    _add_adapters(budget, shape, adapters)
     load_bytes = add_state(budget, shape)
     state_bytes = _add_kept_states(budget, shape)
     _add_drafter(budget, shape)
@@ -219,6 +234,7 @@ def _plan(
         load_bytes=load_bytes,
         push_units=units,
         summed_words=summed,
+        adapters=adapters,
     )
 
 
@@ -236,6 +252,16 @@ def _add_weights(budget: MemoryBudget, shape: EngineShape) -> None:
     kinds = shape.weights.bytes_by_kind(shape.dtype)
     for kind, size in kinds.items():
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, shape.where)
+
+
+def _add_adapters(budget: MemoryBudget, shape: EngineShape, sizes: AdapterSizes | None) -> None:
+    """Add the slots of adapters beside the weights."""
+    if sizes is None:
+        return
+    linears = shape.weights.adaptable()
+    table = AdapterTable(linears, sizes, torch.device("meta"), shape.dtype)
+    name = f"adapters ({sizes.slots} of rank {sizes.rank} or less)"
+    budget.add(name, table.nbytes, shape.where)
 
 
 def _add_kept_states(budget: MemoryBudget, shape: EngineShape) -> int:

@@ -30,7 +30,8 @@ PROMPT = "def fib(n):"
 SMALL = ("--max-batch", "2", "--max-seq-len", "96")
 RESULT_KEYS = {
     "request_id", "prompt_token_ids", "token_ids", "text", "segments", "finish_reason",
-    "stop_reason", "seed", "timings", "cached_tokens", "weight_version", "acceptance", "logprobs",
+    "stop_reason", "seed", "timings", "cached_tokens", "weight_version", "adapter",
+    "acceptance", "logprobs",
     "prompt_logprobs", "routing",
 }  # fmt: skip
 # Besides those of `Result.to_dict()`.

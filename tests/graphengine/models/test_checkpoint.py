@@ -453,13 +453,13 @@ def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> Non
 def test_what_a_directory_without_a_config_is_instead(tmp_path: Path) -> None:
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "org/base"})
     message = (
-        r"has no config.json, but adapter_config.json: it is a LoRA adapter of 'org/base', and "
-        r"adapters are not read. Merge it into that model"
+        r"has no config.json, but adapter_config.json: it is a LoRA adapter of 'org/base'. Open "
+        r"that model with adapters="
     )
     with pytest.raises(FileNotFoundError, match=message):
         Checkpoint.open(tmp_path)
     write_json(tmp_path / "adapter_config.json", {})
-    message = r"it is a LoRA adapter, and adapters are not read. Merge it into its model"
+    message = r"it is a LoRA adapter. Open its model with adapters=\{name: folder\} or merge"
     with pytest.raises(FileNotFoundError, match=message):
         Checkpoint.open(tmp_path)
 

@@ -216,7 +216,8 @@ def test_a_step_adds_a_piece_and_copies_nothing(engine: Engine) -> None:
 
 NAMES = {
     "request_id", "prompt_token_ids", "token_ids", "text", "segments", "finish_reason",
-    "stop_reason", "seed", "timings", "cached_tokens", "weight_version", "acceptance", "logprobs",
+    "stop_reason", "seed", "timings", "cached_tokens", "weight_version", "adapter",
+    "acceptance", "logprobs",
     "prompt_logprobs", "routing",
 }  # fmt: skip
 ACCEPTANCE = {

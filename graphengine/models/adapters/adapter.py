@@ -1,0 +1,172 @@
+"""A LoRA adapter's folder: its config, and its matrices, checked against the base model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from graphengine.models.adapters.adapter_config import AdapterConfig
+from graphengine.models.checkpoints.checkpoint import whole_names
+from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, TensorInfo, read_header
+from graphengine.options.checks import shown, some
+from graphengine.paths import expand_user
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+class AdapterPart(NamedTuple):
+    """The matrices for one linear of the base model: y += scale * up (down x).
+
+    down  [r, columns], dense, on the host
+    up    [rows, r]
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """An adapter's folder. Holds no open file; matrices are read by `parts`.
+
+    stored   what the names of each changed linear's two matrices begin with, by its name in the
+             whole language model
+    tensors  all matrices, by their names in the file
+    """
+
+    folder: Path
+    config: AdapterConfig
+    stored: Mapping[str, str]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Adapter:
+        """Read the config and the header of the weights.
+
+        FileNotFoundError where there is no such folder or no config in it; ValueError for anything
+        that is damaged or not understood.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"adapter {shown(path)} must be the path of a folder")
+        folder = expand_user(os.fspath(path))
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no adapter {os.fspath(path)!r}: there is no such folder")
+        config, weights = AdapterConfig.read(folder), folder / WEIGHTS_FILE
+        if not weights.is_file():
+            others = sorted(each.name for each in folder.iterdir() if each.suffix != ".json")
+            raise ValueError(
+                f"{folder} has no {WEIGHTS_FILE} ({some(others) if others else 'nothing else'}): "
+                f"only safetensors are read, so save it again with safe_serialization=True"
+            )
+        tensors = read_header(weights)
+        return cls(folder=folder, config=config, stored=_stems(weights, tensors), tensors=tensors)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linears it changes, as the whole language model has them."""
+        return tuple(self.stored)
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of its matrices."""
+        return max(self.rank_of(linear) for linear in self.stored)
+
+    def rank_of(self, linear: str) -> int:
+        """The rank of a linear's matrices."""
+        return self._of(linear)[0].shape[0]
+
+    def _of(self, linear: str) -> tuple[TensorInfo, TensorInfo]:
+        stem = self.stored[linear]
+        return self.tensors[stem + _DOWN], self.tensors[stem + _UP]
+
+    def check(self, shapes: Mapping[str, tuple[int, int]], other: Collection[str]) -> None:
+        """ValueError, with names and numbers, unless it fits linears of the base model.
+
+        shapes  (rows, columns) of the linears that it may change, by name
+        other   names of all other modules of the model that have weights
+        """
+        refused = [name for name in self.stored if name not in shapes and name in other]
+        if refused:
+            raise ValueError(
+                f"{self.folder} changes {len(refused)} of {len(self.stored)} linears that adapters "
+                f"cannot change here: {some(refused)}"
+            )
+        unknown = [name for name in self.stored if name not in shapes]
+        if unknown:
+            raise ValueError(
+                f"{self.folder} changes {len(unknown)} of {len(self.stored)} linears that the base "
+                f"model does not have: {some(unknown)}"
+            )
+        for name in self.stored:
+            self._check_part(name, shapes[name])
+
+    def check_rank(self, most: int) -> None:
+        """ValueError, with both ranks, for a rank above `most`."""
+        for name in self.stored:
+            if (rank := self.rank_of(name)) > most:
+                raise ValueError(
+                    f"{self.folder}: {name} has rank {rank}, and max_adapter_rank={most}"
+                )
+
+    def _check_part(self, name: str, shape: tuple[int, int]) -> None:
+        down, up = (each.shape for each in self._of(name))
+        rank, (rows, columns) = self.config.rank_of(name), shape
+        if down != (rank, columns) or up != (rows, rank):
+            raise ValueError(
+                f"{self.folder}: {name} has matrices {[*down]} and {[*up]}, not {[rank, columns]} "
+                f"and {[rows, rank]}: it is an adapter of another base model, or of another rank "
+                f"than r={rank}"
+            )
+
+    def parts(self) -> Iterator[tuple[str, AdapterPart]]:
+        """Each changed linear's matrices, on the host.
+
+        ValueError for values that are not finite, and for a file that cannot be read.
+        """
+        file = self.folder / WEIGHTS_FILE
+        try:
+            with safe_open(file, framework="pt", device="cpu") as weights:
+                for name, stem in self.stored.items():
+                    down, up = weights.get_tensor(stem + _DOWN), weights.get_tensor(stem + _UP)
+                    for matrix, ending in ((down, _DOWN), (up, _UP)):
+                        if not bool(torch.isfinite(matrix).all()):
+                            raise ValueError(
+                                f"{file}: {stem}{ending} has a number that is not finite"
+                            )
+                    yield name, AdapterPart(down, up, self.config.scale_of(name))
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _stems(file: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """The stem of each linear's two tensors, by the linear's name in the whole language model."""
+    stems = [name.removesuffix(_DOWN) for name in tensors if name.endswith(_DOWN)]
+    known = {stem + ending for stem in stems for ending in (_DOWN, _UP)}
+    unknown = [name for name in tensors if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{file} has {len(unknown)} of {len(tensors)} tensors that are no matrices of linears: "
+            f"{some(unknown)}"
+        )
+    missing = sorted(known - tensors.keys())
+    if missing:
+        raise ValueError(f"{file} lacks {len(missing)} of {len(known)} matrices: {some(missing)}")
+    wrong = [name for name in tensors if tensors[name].dtype not in WEIGHT_DTYPES]
+    if wrong:
+        raise ValueError(
+            f"{file} has {len(wrong)} matrices in {tensors[wrong[0]].dtype}, not in 16 or 32 bits: "
+            f"{some(wrong)}"
+        )
+    names = {stem.removeprefix(_PREFIX): stem for stem in stems}
+    return {whole: names[name] for whole, name in whole_names(file, names).items()}
