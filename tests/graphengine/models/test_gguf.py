@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -394,3 +395,11 @@ def test_a_folder_with_one_gguf_file(write: Callable[..., Case], tmp_path: Path)
     (tmp_path / "one.gguf").unlink()
     with pytest.raises(ValueError, match=r"two-00002-of-00003.gguf is part 2 of 3 of a split GGUF"):
         Checkpoint.open(tmp_path)
+
+
+def test_pages_name_the_architectures() -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    names = (docs / "weights.md").read_text().partition("\nArchitectures: ")[2].partition(". ")[0]
+    assert re.findall("`(.+?)`", names) == list(FAMILIES)
+    number = re.search(r"of (\d+) architectures", (docs / "supported.md").read_text())
+    assert number and int(number[1]) == len(FAMILIES)
