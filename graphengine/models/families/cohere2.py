@@ -1,6 +1,6 @@
 """Cohere 2 (Command R7B): blocks side by side after one LayerNorm without a bias, and windows.
 
-Three layers of four have a window, and only these have RoPE, which turns neighbouring values.
+Three layers of four have a window, and only these have RoPE, of pairs of neighbouring values.
 """
 
 from __future__ import annotations
@@ -37,21 +37,18 @@ _MISSING = {
     "num_attention_heads": 64,
     "tie_word_embeddings": True,
 }
-_FULL, _SLIDING = LAYER_TYPES
+_SLIDING = LAYER_TYPES[1]
 _NORM = "input_layernorm"
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Cohere2ForCausalLM` checkpoint."""
     told = _MISSING | dict(config)
-    if told.get("use_sliding_window") not in (None, True):
-        # transformers ignores it.
-        raise unsupported("use_sliding_window", told["use_sliding_window"], "null or True")
+    hf_config.check_windows_on(told)
     given, own = read_keys(told, KEYS), read_keys(told, COHERE2_KEYS)
     types = given["layer_types"]
     if types is None:
-        pattern, layers = own["sliding_window_pattern"], given["num_hidden_layers"]
-        types = [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+        types = hf_config.periodic_types(given["num_hidden_layers"], own["sliding_window_pattern"])
     told |= {"layer_types": types, "use_sliding_window": _SLIDING in types}
     settings = hf_config.read_settings(told, DEFAULTS)
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]

@@ -31,9 +31,7 @@ _PATTERN = 4
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of an `Exaone4ForCausalLM` checkpoint."""
     told = _MISSING | dict(config)
-    if told.get("use_sliding_window") not in (None, True):
-        # transformers ignores it.
-        raise unsupported("use_sliding_window", told["use_sliding_window"], "null or True")
+    hf_config.check_windows_on(told)
     types = _types(told)
     told |= {"layer_types": types, "use_sliding_window": _SLIDING in types}
     settings = hf_config.read_settings(told, DEFAULTS)
@@ -60,4 +58,4 @@ def _types(told: dict[str, Any]) -> list[str]:
         return [_FULL] * count
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise unsupported("sliding_window_pattern", every, "1 or more, or layer_types")
-    return [_SLIDING if (index + 1) % every else _FULL for index in range(count)]
+    return hf_config.periodic_types(count, every)

@@ -30,7 +30,7 @@ _MISSING: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_FULL, _SLIDING = LAYER_TYPES
+_SLIDING = LAYER_TYPES[1]
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=8192, head_dim=256, windows="switched", keys=GEMMA2_KEYS
 )
@@ -43,7 +43,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     given = read_keys(told, KEYS)
     types = given["layer_types"]
     if types is None:
-        types = [_FULL if index % 2 else _SLIDING for index in range(given["num_hidden_layers"])]
+        types = hf_config.periodic_types(given["num_hidden_layers"], 2)
     told.pop("hidden_act", None)
     told |= {"layer_types": types, "use_sliding_window": _SLIDING in types}
     settings = hf_config.read_settings(told, DEFAULTS)

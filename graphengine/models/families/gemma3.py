@@ -94,8 +94,7 @@ def _spelled_out(config: HfConfig, own: dict[str, Any]) -> dict[str, Any]:
     given = read_keys(config, KEYS)
     types = given["layer_types"]
     if types is None:
-        pattern, layers = own["sliding_window_pattern"], given["num_hidden_layers"]
-        types = [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+        types = hf_config.periodic_types(given["num_hidden_layers"], own["sliding_window_pattern"])
     told = {name: value for name, value in config.items() if name not in ("hidden_act", *_ROPE)}
     return told | {
         "layer_types": types,

@@ -99,8 +99,8 @@ def _spelled_out(config: HfConfig) -> HfConfig:
     """The config with transformers' defaults, a type for each layer, and RoPE."""
     told = _MISSING | dict(config)
     if told.get("layer_types") is None:
-        layers = range(read_key(told, "num_hidden_layers"))
-        told["layer_types"] = [_FULL if index % 2 else _SLIDING for index in layers]
+        layers = read_key(told, "num_hidden_layers")
+        told["layer_types"] = hf_config.periodic_types(layers, 2)
     types = told["layer_types"]
     if not isinstance(types, list):
         raise unsupported("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")

@@ -57,14 +57,11 @@ def _read(settings: dict[str, Any], architecture: str) -> DecoderConfig:
 def _spelled_out(config: HfConfig) -> dict[str, Any]:
     """The config in the other families' keys: a type for each layer and RoPE for each type."""
     told = _MISSING | dict(config)
-    if told.get("use_sliding_window") not in (None, True):
-        # transformers ignores it.
-        raise unsupported("use_sliding_window", told["use_sliding_window"], "null or True")
+    hf_config.check_windows_on(told)
     given = read_keys(told, KEYS)
     types = given["layer_types"]
     if types is None:
-        layers = given["num_hidden_layers"]
-        types = [_SLIDING if (index + 1) % 4 else _FULL for index in range(layers)]
+        types = hf_config.periodic_types(given["num_hidden_layers"], 4)
     parameters, scaling = given["rope_parameters"] or {}, given["rope_scaling"] or {}
     if any(name not in LAYER_TYPES for name in parameters):
         known = " and ".join(map(repr, LAYER_TYPES))

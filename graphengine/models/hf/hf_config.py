@@ -196,6 +196,18 @@ def _check_windows(
             raise unsupported("layer_types", types, "'sliding_attention' in every layer")
 
 
+def check_windows_on(config: HfConfig) -> None:
+    """ValueError where windows are switched off by a key that transformers ignores."""
+    if config.get("use_sliding_window") not in (None, True):
+        raise unsupported("use_sliding_window", config["use_sliding_window"], "null or True")
+
+
+def periodic_types(layers: int, period: int) -> list[str]:
+    """A type for each layer: of `period` consecutive ones, the last has no window."""
+    full, sliding = LAYER_TYPES
+    return [sliding if (index + 1) % period else full for index in range(layers)]
+
+
 def types_of_layers(
     types: Any, settings: dict[str, Any], known: Sequence[str], attending: Collection[str]
 ) -> list[str]:
