@@ -207,7 +207,7 @@ class Composition(ABC):
 
     @property
     def rope_axes(self) -> tuple[int, ...] | None:
-        """The axis by which each pair of a head turns; None: positions have one axis."""
+        """The axis by which each pair of a head rotates; None: positions have one axis."""
         if self.rope is None:
             return None
         return rope_axes(self.rope, head_dim=attention_of(self).table_dim)

@@ -217,7 +217,7 @@ class PrefillLaunch(Launch):
     activations  format to which inputs are rounded for linears that support it; None: none
     routes       keeps the experts of each lane, and may prescribe them; None: nothing does
     given        embeddings of lanes that have no token; None: every lane has a token
-    rope_rows    the rows of RoPE's tables by which lanes turn; None: those of their positions
+    rope_rows    the rows of RoPE's tables by which lanes rotate; None: those of their positions
     deepstack    rows of each level that are added to lanes without a token, after the first layers
     adapters     what adapters add to the chunk's products; None: there are no adapters
     """
@@ -389,7 +389,7 @@ class ModelConfig(Protocol):
 
     @property
     def rope_axes(self) -> tuple[int, ...] | None:
-        """The axis, 0..2, by which each pair of a head turns; None: positions have one axis."""
+        """The axis, 0..2, by which each pair of a head rotates; None: positions have one axis."""
         ...
 
     @property

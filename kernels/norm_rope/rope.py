@@ -32,14 +32,14 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 
 class RopeRows(NamedTuple):
-    """Rows of the tables that lanes turn by, where these are not their positions: M-RoPE.
+    """Rows of the tables by which lanes rotate, where these are not their positions: M-RoPE.
 
     A picture's tokens have three positions each, in time, height and width, and a head's pairs
-    turn by one of the three (Wang et al. 2024, "Qwen2-VL"). The tokens after it turn as if it were
-    shorter.
+    rotate by one of the three (Wang et al. 2024, "Qwen2-VL"). The tokens after it rotate as if it
+    were shorter.
 
     of_axis     int32 [N, 3]: the row of each lane along each axis
-    axis_of     int32 [D/2]: the axis by which a pair turns, 0..2
+    axis_of     int32 [D/2]: the axis by which a pair rotates, 0..2
     """
 
     of_axis: torch.Tensor
@@ -82,7 +82,7 @@ def rope_append(
             before the rotation, rounded where Qwen3's reference rounds. Weights may also be in
             float32, as in Gemma 3, whose reference rounds once.
         kv_scales: float32 [2, G], all positive, for a cache of FP8_KV.
-        rows: the rows of the tables by which each lane turns. None: those of its position, plus
+        rows: the rows of the tables by which each lane rotates. None: those of its position, plus
             its slot's entry of `shift_S`, int32 [S], where there is one.
         out: [N, Q, D] in qkv's dtype; any memory that is not qkv's.
         pdl: the launch before, whatever it is, may still run.

@@ -22,14 +22,15 @@ class RopeConfig:
     `high_freq_factor`, `original_max_position_embeddings`. yarn: `factor`, `beta_fast`,
     `beta_slow`, `truncate`, `original_max_position_embeddings`, and the attention factor, which
     follows from `factor` (and `mscale` over `mscale_all_dim` where both are given) unless stated.
-    longrope: `short_factor` and `long_factor`, one number per pair that turns,
+    longrope: `short_factor` and `long_factor`, one number per rotated pair,
     `original_max_position_embeddings`, and the attention factor, which follows from it and `factor`
     unless stated. dynamic: `factor`, and `original_max_position_embeddings`, the tokens up to which
     it is as default.
 
-    `rotated` is the part of a head that turns; its other pairs stay as they are. `sections` are the
-    pairs that turn by time, height and width (M-RoPE), one section after the other, or, where they
-    are `interleaved`, in turn until height and width have theirs; None: positions have one axis.
+    `rotated` is the rotated part of a head; its other pairs stay as they are. `sections` are the
+    pairs that rotate by time, height and width (M-RoPE), one section after the other, or, where
+    they are `interleaved`, alternately until height and width have theirs; None: positions have one
+    axis.
     """
 
     theta: float = 10_000.0
@@ -71,7 +72,7 @@ class RopeConfig:
             )
 
     def pairs(self, head_dim: int) -> int:
-        """Pairs of a head that turn. ValueError if the settings do not fit heads of this size."""
+        """Rotated pairs of a head. ValueError if the settings do not fit heads of this size."""
         rotated = int(head_dim * self.rotated)
         if rotated % 2 or rotated == 0:
             raise ValueError(f"{rotated} of head_dim={head_dim} values turn: must be even, not 0")
@@ -96,7 +97,7 @@ class RopeConfig:
     def most_at_once(self) -> int | None:
         """Most tokens of a prompt; None: any number.
 
-        transformers turns a longer one by frequencies that follow from its length.
+        transformers gives a longer one frequencies that follow from its length.
         """
         return self.original_max_position_embeddings if self.kind == "dynamic" else None
 
@@ -106,10 +107,10 @@ class RopeConfig:
 
 
 def rope_axes(config: RopeConfig, *, head_dim: int) -> tuple[int, ...] | None:
-    """The axis, 0..2, by which each pair of a head turns; None where positions have one axis.
+    """The axis, 0..2, by which each pair of a head rotates; None where positions have one axis.
 
-    Pairs that do not turn have axis 0. ValueError where sections that follow one another do not
-    add up to the pairs that turn.
+    Pairs that do not rotate have axis 0. ValueError where sections that follow one another do not
+    add up to the rotated pairs.
     Source: `apply_multimodal_rotary_pos_emb` of transformers' Qwen2-VL, `apply_interleaved_mrope`
     of its Qwen3-VL.
     """
@@ -130,7 +131,7 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of every position, float32 [max_positions, D/2] each.
 
-    Pairs that do not turn are last, and have the cosine 1 and the sine 0.
+    Pairs that do not rotate are last, and have the cosine 1 and the sine 0.
 
     The attention factor (YaRN, LongRoPE) is multiplied into both. Computed on the CPU whatever the
     device, so that every device rotates by the same bits. Equal to transformers' rotary embedding

@@ -61,7 +61,7 @@ class GroupedQueryAttention:
     nope      whether heads stay as they are where others rotate them (NoPE)
     rotated   the part of a head that RoPE rotates, as in its `RopeConfig`; with gates, one over a
               whole number
-    interleaved  whether RoPE turns each value with its neighbour in the checkpoint, not with the
+    interleaved  whether RoPE pairs each value with its neighbour in the checkpoint, not with the
               one half a head further on; of whole heads alone
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries

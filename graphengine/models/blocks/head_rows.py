@@ -2,7 +2,7 @@
 
 Where RoPE rotates one of n parts of a head, the 2 * n pieces of queries and keys are reordered: the
 even ones come first. Then each rotated value is half a head from its partner, as the kernels have
-it. Where RoPE turns neighbours, a head has a part for each pair of them, all of which are rotated.
+it. Where RoPE pairs neighbours, a head has a part for each pair of them, all of which are rotated.
 Scores are sums over a head, and stay the same. Gates are reordered like queries, with which
 they share a tensor in checkpoints, and `gate_heads` finds them again.
 

@@ -27,7 +27,7 @@ class GgufFamily(NamedTuple):
     fixed         keys that no metadata tells
     layer         names of a layer's modules that differ from `LAYER`
     paired        whether each head's rows of q and k alternate between the two halves that RoPE
-                  turns together
+                  pairs
     plus_one      whether norms are stored plus 1, which the model adds
     mixed         whether layers without heads of keys and values are convolutions
     """
@@ -331,7 +331,7 @@ def _mixture(file: GgufFile, own: Mapping[str, Any], layers: Any) -> dict[str, A
 
 
 def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
-    """Add RoPE's scaling, and the part of a head that it turns."""
+    """Add RoPE's scaling, and the part of a head that it rotates."""
     # llama.cpp takes a factor without a type as linear.
     scaled = "rope.scale_linear" in own or own.get("rope.scaling.factor", 1.0) != 1.0
     kind = own.get("rope.scaling.type", "linear" if scaled else "none")

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 without experts: Llama whose RoPE turns neighbouring values of a head."""
+"""ERNIE 4.5 without experts: Llama whose RoPE rotates pairs of neighbouring values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Qwen3.5's language model: gated delta nets, and gated attention in every fourth layer; a SwiGLU
-or experts. RoPE turns the first quarter of each head.
+or experts. RoPE rotates the first quarter of each head.
 
 Checkpoints with a vision tower have the language model's config under `text_config`. For text, RoPE
 with several axes (`mrope_section`) equals RoPE with one: a token has the same position on all axes.
