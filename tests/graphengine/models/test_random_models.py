@@ -59,7 +59,7 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, extent((17,), (3, 75)))
 
 
-@pytest.mark.parametrize("name", extent(("minimax",), FIRST))
+@pytest.mark.parametrize("name", extent(("minimax-whole",), FIRST))
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     random_oracles: dict[str, Any], device: str, name: str
 ) -> None:

@@ -258,7 +258,7 @@ def check(case: Case, plan: LinearPlan, sizes: tuple[int, ...], close: Any) -> N
         ("int4 with zeros", FP16, 3, 136, 40, THIN, extent((8,), (0, 8)), True),
         ("nvfp4", BF16, 2, 136, 40, WIDE, extent((0,), (0, 8)), True),
         # Squared ReLUs of rows that end in a block.
-        ("e4m3 in blocks", BF16, 3, 264, 40, THIN, extent((8,), (0, 8)), False),
+        ("e4m3 in blocks", BF16, 3, 136, 40, THIN, extent((8,), (0, 8)), False),
         *extent([], [("nvfp4", FP16, 2, 136, 96, WIDE, (0, 8), False)]),
     ],
 )
