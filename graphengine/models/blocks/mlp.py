@@ -163,7 +163,7 @@ class MlpWeights:
 
     def add(
         self,
-        squared: Tensor,
+        inner: Tensor,
         row: DecodeLanes,
         residual: Residual,
         next_norm: NextNorm,
@@ -171,12 +171,12 @@ class MlpWeights:
     ) -> Residual:
         """Run the other half: add the block's output to `residual`, scaled for `next_norm`."""
         name = f"{self.block.role}down"
-        call = launch.call(name, squared, self.down, row.slot, bias=self.down_bias)
+        call = launch.call(name, inner, self.down, row.slot, bias=self.down_bias)
         return add_product(call, residual, next_norm, launch)
 
-    def part(self, squared: Tensor, row: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+    def part(self, inner: Tensor, row: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """This rank's part of the block's output, as `part_product` returns it."""
-        return part_product(launch.call(f"{self.block.role}down", squared, self.down, row.slot))
+        return part_product(launch.call(f"{self.block.role}down", inner, self.down, row.slot))
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
