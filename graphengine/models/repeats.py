@@ -1,9 +1,9 @@
-"""Blocks that differ in nothing but the memory of their tensors run once in a trace of a step.
+"""Run blocks that differ only in the memory of their tensors once in a trace of a step.
 
 Most layers of a model are alike: over tensors without memory they launch the same kernels with the
-same sizes, and differ in which weights and caches they read. Whoever traces a step so needs only
-the first of such calls, and is told which memory takes the place of the first one's in the others.
-Outside of a trace every block runs.
+same sizes, and differ in which weights and caches they read. So in a trace only the first of such
+calls runs. For each of the others the tracer is told which memory takes the place of the first
+one's. Outside of a trace every block runs.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _trace: ContextVar[_Trace | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def repeats_told(tracer: Tracer) -> Iterator[None]:
-    """Inside, on tensors without memory, a call that is like an earlier one does not run.
+    """Inside, a call on tensors without memory runs only if no earlier one was like it.
 
-    The models whose steps run inside must exist before and until the end.
+    Models whose steps run inside must be made before it begins and kept until it ends.
     """
     token = _trace.set(_Trace(tracer, {}, {}))
     try:
@@ -88,7 +88,7 @@ def block_runner(*, alike: bool = True) -> Runner:
 
 
 def model_runner(*, alike: bool = True) -> Runner:
-    """The function that runs all layers of a model: steps of several graphs may do that alike."""
+    """The function that runs all layers of a model; steps of several graphs may share a call."""
     trace = _trace.get()
     return _run if trace is None or not alike else _Repeats(trace, trace.calls).run
 
@@ -111,9 +111,7 @@ def _run(
 
 
 class _Trace(NamedTuple):
-    """Whoever traces steps; the forms of weights that it has met, by their identity; and calls of
-    whole models.
-    """
+    """One trace: its tracer, forms of the weights met so far by identity, and whole-model calls."""
 
     tracer: Tracer
     weights: dict[int, _Form]
@@ -250,7 +248,7 @@ class _Forms:
         self._met: dict[int, tuple[int, int]] = {}
 
     def copied(self) -> _Forms:
-        """These, for values of which some more are met."""
+        """A copy, to which further values may be added."""
         other = _Forms(self._weights)
         other.held, other._met = self.held.copy(), self._met.copy()
         return other

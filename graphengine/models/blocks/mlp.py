@@ -42,8 +42,7 @@ class Mlp:
     activation  between up and down; `gelu_tanh` has the tanh approximation
     role        prefix of its linears' names
     names       of up and down in a checkpoint
-    transposed  whether a checkpoint has a linear's columns where others have its rows, as GPT-2's
-                Conv1D has them
+    transposed  whether a checkpoint stores linears transposed, as GPT-2's Conv1D does
     """
 
     hidden_size: int
