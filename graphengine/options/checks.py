@@ -26,6 +26,8 @@ def shown(value: object) -> str:
         if is_int(value):
             return f"an integer of {value.bit_length()} bits"
         return f"a {type(value).__name__} with an integer too long to print"
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deep to print"
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphengine.models.checkpoints.tensor_files import TensorInfo
-from graphengine.options.checks import is_int, shown
+from graphengine.options.checks import INT32_MAX, is_finite, is_int, is_number, shown
 from graphengine.options.devices import DTYPES
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ def four_bit_weights(
         try:
             if kind not in _KINDS:
                 raise ValueError(f"{name} is in {kind!r}: {' and '.join(_KINDS)} are read")
+            if weight in found:
+                raise ValueError(f"{weight} is in {' and '.join(_KINDS)}: only one can be true")
             found[weight] = _described(tensors, weight, name, _state(name, info, read))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -153,14 +155,14 @@ def _described(
     tensors: Mapping[str, TensorInfo], weight: str, name: str, state: Mapping[str, Any]
 ) -> FourBits:
     shape, dtype = state.get("shape"), state.get("dtype")
-    if not (isinstance(shape, list) and shape and all(is_int(size) and size > 0 for size in shape)):
-        raise ValueError(f"{name} has shape={shown(shape)}: must be sizes above 0")
-    if dtype not in DTYPES:
+    if not (isinstance(shape, list) and shape and all(map(_is_size, shape))):
+        raise ValueError(f"{name} has shape={shown(shape)}: must be sizes in [1, {INT32_MAX}]")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{name} has dtype={shown(dtype)}: must be one of {', '.join(DTYPES)}")
     block = _block(name, state, "blocksize")
     nested = _block(name, state, "nested_blocksize") if "nested_blocksize" in state else 0
     offset = state.get("nested_offset", 0.0)
-    if not isinstance(offset, int | float) or not math.isfinite(offset):
+    if not is_number(offset) or not is_finite(offset):
         raise ValueError(f"{name} has nested_offset={shown(offset)}: must be a finite number")
     count = math.prod(shape)
     blocks = -(-count // block)
@@ -181,6 +183,10 @@ def _described(
         )
     beside = {end: tensors[f"{weight}.{end}"] for end in wanted}
     return FourBits(codes, beside, tuple(shape), DTYPES[dtype], block, nested, float(offset))
+
+
+def _is_size(value: object) -> bool:
+    return is_int(value) and 1 <= value <= INT32_MAX
 
 
 def _block(name: str, state: Mapping[str, Any], key: str) -> int:

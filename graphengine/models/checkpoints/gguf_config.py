@@ -168,6 +168,12 @@ _NEEDED = (
     *("embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
     "attention.layer_norm_rms_epsilon",
 )
+_WIDTHS = ("attention.key_length", "attention.value_length")
+# What is computed with here: the models' configs check the other sizes.
+_COUNTS = (
+    *("embedding_length", "block_count", "attention.head_count", "rope.dimension_count"),
+    *_WIDTHS,
+)
 _ROPE_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -233,6 +239,12 @@ def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> 
     if any(factor != 1 for factor in factors.get(_LLAMA_3, ())):
         config["rope_scaling"] = _llama3(file, factors[_LLAMA_3], config)
     if _LONG in factors and _SHORT in factors:
+        kind = own["rope.scaling.type"]
+        if kind != "longrope":
+            raise ValueError(
+                f"{file.path} has {prefix}rope.scaling.type={shown(kind)} and the tensors {_SHORT} "
+                f"and {_LONG}, which are of type 'longrope'"
+            )
         config["rope_scaling"] |= {
             "short_factor": [_plain(factor) for factor in factors[_SHORT]],
             "long_factor": [_plain(factor) for factor in factors[_LONG]],
@@ -270,11 +282,17 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
             f"{file.path} has {len(unknown)} metadata keys that are not understood, and may change "
             f"what is computed: {some(unknown)}"
         )
-    width = own.get("attention.key_length")
-    if own.get("attention.value_length", width) != width:
+    for key in _COUNTS:
+        count = own.get(key, 1)
+        if type(count) is not int or count < 1:
+            raise ValueError(
+                f"{file.path} has {prefix}{key}={shown(count)}: must be an integer of 1 or more"
+            )
+    width, value_width = (own.get(key) for key in _WIDTHS)
+    if value_width not in (None, width):
         raise ValueError(
             f"{file.path} has {prefix}attention.key_length={width} and "
-            f"value_length={own['attention.value_length']}: they must be equal"
+            f"value_length={value_width}: they must be equal"
         )
 
 
@@ -296,9 +314,9 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _end_ids(file: GgufFile) -> list[int] | None:
-    """Ids that end a text or a turn."""
+    """Ids that end a text or a turn. ValueError for what is no integer."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    found = [file.metadata[key] for key in keys if key in file.metadata]
+    found = [file.value(key, int) for key in keys if key in file.metadata]
     return list(dict.fromkeys(found)) or None
 
 
@@ -341,12 +359,10 @@ def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
         if kind == "longrope" and _ATTENTION_FACTOR in own:
             scaling["attention_factor"] = own[_ATTENTION_FACTOR]
         config["rope_scaling"] = {"rope_type": kind, **scaling}
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    if isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
-        width = config.setdefault("head_dim", hidden // heads)
-        turned = own.get("rope.dimension_count", width)
-        if turned != width:
-            config["partial_rotary_factor"] = turned / width
+    width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    turned = own.get("rope.dimension_count", width)
+    if width and turned != width:
+        config["partial_rotary_factor"] = turned / width
 
 
 def _llama3(file: GgufFile, factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any]:

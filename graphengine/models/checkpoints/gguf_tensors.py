@@ -130,6 +130,8 @@ def read_gguf_model(path: Path) -> GgufModel:
     """Read a file's header. ValueError, with numbers, for what is damaged or not supported."""
     file = read_gguf(path)
     stored = {name: _Part(name) for name in ROPE_FACTORS if name in file.tensors}
+    for name in stored:
+        _check_kind(file, name, file.tensors[name])
     opened = GgufTensors(file, stored)
     factors = {name: opened.get_tensor(name).flatten().tolist() for name in stored}
     config = read_gguf_config(file, factors)

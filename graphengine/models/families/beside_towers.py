@@ -53,7 +53,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     if text is config:
         raise unsupported("text_config", None, "the language model's config, a JSON object")
     kind = text.get("model_type", family)
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise unsupported("text_config.model_type", kind, ", ".join(map(repr, _READERS)))
     told = {**_SIZES.get(kind, {}), **text}
     told["tie_word_embeddings"] = _is_tied(config, text, architecture, tied)

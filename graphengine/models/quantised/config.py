@@ -197,7 +197,8 @@ def _read_bitsandbytes(config: Mapping[str, Any]) -> Quantisation | None:
         scales=("SCB",),
         signed=True,
         factor=1 / 127,
-        unread=("weight_format",),
+        unread=(),
+        rows_if_0="weight_format",
         notes=(f"{_KEY}: activations are not quantised, weights alone are",),
     )
     key = "llm_int8_skip_modules"
@@ -270,10 +271,10 @@ def _modelopt(config: Mapping[str, Any], inside: str, file: str) -> Quantisation
 
 def _modelopt_scheme(config: Mapping[str, Any], inside: str, file: str) -> WeightScheme:
     algorithm = config.get("quant_algo")
-    note = f"{inside}.quant_algo={algorithm!r}: activations are not quantised, weights alone are"
-    if algorithm is None or algorithm not in _MODELOPT_KINDS:
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_KINDS:
         known = f"{', '.join(map(repr, _MODELOPT_KINDS))}, 'MIXED_PRECISION' of these"
         raise unsupported(f"{inside}.quant_algo", algorithm, known, file=file)
+    note = f"{inside}.quant_algo={algorithm!r}: activations are not quantised, weights alone are"
     name = _MODELOPT_KINDS[algorithm]
     kind = KINDS[name]
     if kind.columns and config.get("group_size") not in (kind.columns, None):

@@ -64,6 +64,8 @@ def read_weight(
     if order is not None:
         codes = _ordered(codes, order, scheme.format)
     stored.skip(scheme.unread)
+    if scheme.rows_if_0 is not None and stored.stored([scheme.rows_if_0]):
+        _skip_zeros(stored, scheme.rows_if_0, "codes for other layouts than rows")
     weight = QuantisedWeight(
         format=scheme.format,
         codes=codes.contiguous(),
@@ -137,7 +139,7 @@ def _read_plain_zeros(
     if end is None or not (kind.has_zeros or stored.stored([end])):
         return None
     if not kind.has_zeros:
-        _skip_empty_zeros(stored, end)
+        _skip_zeros(stored, end, "zero points of a symmetric format")
         return None
     why = f"zero points, {group_text(kind, shape)},"
     zeros = stored.take_groups([end], group_shapes(kind, shape), (torch.int8,), why)
@@ -153,10 +155,9 @@ def _raised(name: str, what: str, numbers: Tensor, code: Code) -> Tensor:
     return (numbers + code.middle).view(torch.uint8)
 
 
-def _skip_empty_zeros(stored: LinearTensors, end: str) -> None:
-    """Skip the zero points of a symmetric format, which must all be 0."""
-    values = stored.take_any(end).float()
-    check_range(stored.name(end), "zero points of a symmetric format", values, 0, 0)
+def _skip_zeros(stored: LinearTensors, end: str, what: str) -> None:
+    """Skip numbers, which must all be 0."""
+    check_range(stored.name(end), what, stored.take_any(end).float(), 0, 0)
 
 
 def _read_int32_rows(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:

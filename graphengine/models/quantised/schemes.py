@@ -39,6 +39,7 @@ class WeightScheme(NamedTuple):
     order       name of the columns' group indices, if columns may be in another order
     needs_order whether these indices must be there
     unread      names of tensors that concern activations alone
+    rows_if_0   name of a number that is 0 if codes are stored in rows, as they must be; None: none
     notes       what the config says but is not carried out, for the log
     """
 
@@ -56,6 +57,7 @@ class WeightScheme(NamedTuple):
     order: str | None = None
     needs_order: bool = False
     unread: tuple[str, ...] = ("input_scale", "input_zero_point", "output_scale")
+    rows_if_0: str | None = None
     notes: tuple[str, ...] = ()
 
 

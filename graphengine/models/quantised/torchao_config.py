@@ -86,7 +86,7 @@ def _format(checkpoint: Checkpoint, linear: str, codes: TensorInfo) -> WeightFor
         )
     groups = scales.shape or (1, 1)
     if not len(codes.shape) == len(groups) == 2 or any(
-        size % count for size, count in zip(codes.shape, groups, strict=True) if count
+        not count or size % count for size, count in zip(codes.shape, groups, strict=True)
     ):
         raise ValueError(
             f"{checkpoint.path} has {linear}{_SCALES} of shape {list(scales.shape)}: these are no "

@@ -176,6 +176,7 @@ def test_llava_as_it_is_published() -> None:
     ("changes", "message"),
     [
         ({"text_config": None}, "text_config=None: supported: the language model's config"),
+        ({"text_config": {"model_type": []}}, r"text_config.model_type=\[\]: supported: 'lfm2'"),
         ({"text_config": {"model_type": "opt"}}, "text_config.model_type='opt': supported: 'lfm2'"),
         ({"text_config": [1]}, r"text_config=\[1\]: supported: a JSON object"),
     ],

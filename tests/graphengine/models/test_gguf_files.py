@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -226,7 +227,22 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
         ({"metadata": {"rope.scaling.type": "longrope"}}, r"longrope' needs short_factor"),
         (
             {"metadata": {"attention.head_count": [1, 2]}},
-            r"attn_q.weight with 64 rows, which are no pairs of \[1, 2\]",
+            r"llama.attention.head_count=\[1, 2\]: must be an integer of 1 or more",
+        ),
+        ({"metadata": {"attention.head_count": 6}}, r"attn_q.weight with 64 rows, which are no pa"),
+        ({"metadata": {"rope.dimension_count": "x"}}, r"rope.dimension_count='x': must be an int"),
+        ({"metadata": {"attention.key_length": math.nan}}, r"attention.key_length=nan: must be an"),
+        ({"metadata": {"embedding_length": 0}}, r"llama.embedding_length=0: must be an integer"),
+        (
+            {"general": lambda writer: writer.add_array("tokenizer.ggml.eos_token_id", [1, 2])},
+            r"tokenizer.ggml.eos_token_id=\[1, 2\]: must be int",
+        ),
+        (
+            {
+                "shapes": {f"rope_factors_{name}.weight": (32,) for name in ("short", "long")},
+                "metadata": {"rope.scaling.type": "none"},
+            },
+            r"llama.rope.scaling.type='none' and the tensors rope_factors_short.* 'longrope'",
         ),
         ({"metadata": {"rope.dimension_count": 32}}, r"partial_rotary_factor=0.5"),
         (

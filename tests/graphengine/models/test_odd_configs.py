@@ -42,10 +42,14 @@ FAMILIES: dict[str, tuple[tuple[Key, ...], dict[str, Any]]] = {
     "Gemma2": (GEMMA2_KEYS, {"head_dim": 64}),
     "Gemma3": (GEMMA_KEYS, {"head_dim": 64}),
 }
+DEEP: list[Any] = []
+for _ in range(2000):
+    DEEP = [DEEP]
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 3, 2**31, 10**18, -(10**400), 0.0, 0.5, -0.5, 1e308, math.nan,
     math.inf, "", "1", "default", "float64", "M*", [], [1], [None], ["x"], [[]], [0.1, 0.2],
     [0.2, {"__float__": "Infinity"}], [M, A], [A, M, A], {}, {"x": 1}, {"full_attention": {}},
+    DEEP,
 ]  # fmt: skip
 
 

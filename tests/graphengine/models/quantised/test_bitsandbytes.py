@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.bitsandbytes_weights import four_bit_tensors
+from checkpoints.bitsandbytes_weights import four_bit_tensors, int8_tensors
 from checkpoints.quantised_models import KINDS, save, write_model
 from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.readers import read_weight
 
 STATE = "x.weight.quant_state.bitsandbytes__nf4"
 
@@ -90,13 +92,20 @@ def renamed(tensors: dict[str, Tensor]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "shape": (replaced(shape=[0, 5]), r"has shape=\[0, 5\]: must be sizes above 0"),
+    "shape": (replaced(shape=[0, 5]), r"has shape=\[0, 5\]: must be sizes in \[1, 2147483647\]"),
+    "huge shape": (replaced(shape=[10**400]), r"has shape=\[1000.*: must be sizes in"),
     "shape and codes": (replaced(shape=[9, 37]), r"x.weight.absmax has 2 values .* takes 6 in"),
     "same blocks": (replaced(shape=[3, 38]), r"x.weight has 56 bytes: .*\[3, 38\].* takes 57 byt"),
     "dtype": (replaced(dtype="int8"), "has dtype='int8': must be one of float32, bfloat16"),
+    "list": (replaced(dtype=[]), r"has dtype=\[\]: must be one of float32, bfloat16"),
     "block": (replaced(blocksize=0), r"has blocksize=0: must be in \[1, 65536\]"),
     "huge block": (replaced(blocksize=1 << 40), r"has blocksize=1099511627776: must be in"),
     "offset": (replaced(nested_offset="1"), "has nested_offset='1': must be a finite number"),
+    "huge offset": (replaced(nested_offset=10**400), "has nested_offset=1000.*: must be a finite"),
+    "two kinds": (
+        lambda each: each.update({STATE.replace("nf4", "fp4"): each[STATE].clone()}),
+        "x.weight is in nf4 and fp4: only one can be true",
+    ),
     "nested": (replaced(nested_blocksize=256), "absmax has 2 values in torch.float32: .*uint8"),
     "kind": (renamed, "is in 'nf3': nf4 and fp4 are read"),
     "no JSON": (lambda each: each.update({STATE: torch.zeros(5).byte()}), "is no JSON: "),
@@ -114,6 +123,18 @@ def test_damaged_descriptions(tmp_path: Path, name: str) -> None:
     damage(tensors)
     with pytest.raises(ValueError, match=message):
         stored(tmp_path, {**tensors, "y.weight": torch.ones(2)})
+
+
+def test_codes_in_other_layouts_than_rows_are_refused(tmp_path: Path) -> None:
+    tensors = of_x(int8_tensors(64, 32, 0.25)[0]) | {"x.weight_format": torch.tensor(2).byte()}
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    save(tmp_path, config, tensors)
+    quantisation = read_quantisation(config)
+    scheme = quantisation and quantisation.scheme("x")
+    assert scheme
+    message = r"x\.weight_format has 1 codes for other layouts than rows .* the first 2\.0 at \[\]"
+    with pytest.raises(ValueError, match=message):
+        read_weight(scheme, Checkpoint.open(tmp_path).mapped(), "x", (64, 32))
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:

@@ -254,6 +254,7 @@ def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
         (GPTQ | {"dynamic": {"x": {"rank": 2}}}, r"dynamic\.x\.rank=2"),
         (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic='\(': supported: regular expressions"),
         (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': supported: 'FP8', 'NVFP4'"),
+        (MODELOPT | {"quant_algo": ["FP8"]}, r"quant_algo=\['FP8'\]: supported: 'FP8', 'NVFP4'"),
         (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size=32: supported: 16"),
         (MODELOPT | {"quant_algo": "MXFP8", "group_size": 16}, "group_size=16: supported: 32"),
         (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24': supported: 'float-quantized', "

@@ -97,6 +97,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     whole = int8(64, 1)
     refused(r"_weight_scale of shape \[64, 5\]: .* no groups of codes \[64, 96\]", int8(64, 5))
+    refused(r"_weight_scale of shape \[0, 1\]: .* no groups of codes \[64, 96\]", int8(0, 1))
     refused(r"lacks x\._weight_scale", {CODES: whole[CODES], ZEROS: whole[ZEROS]})
     refused(
         r"x\._weight_qdata in U8: of torchao's formats those in F8_E4M3, I8 are read",
