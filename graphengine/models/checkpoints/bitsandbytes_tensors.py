@@ -61,8 +61,16 @@ class FourBits(NamedTuple):
         """The weight's values, computed in float32 and rounded once to its dtype.
 
         read  returns a tensor by its stored name
+
+        ValueError for scales, or numbers that codes stand for, that are NaN or infinite.
         """
         beside = {end: read(f"{name}.{end}", info) for end, info in self.beside.items()}
+        for end, numbers in beside.items():
+            wrong = int((~numbers.isfinite()).sum())
+            if wrong:
+                raise ValueError(
+                    f"{name}.{end} has {wrong} of {numbers.numel()} numbers that are not finite"
+                )
         scales = beside["absmax"]
         if self.nested_block:
             scales = beside["nested_quant_map"][scales.int()]

@@ -48,9 +48,10 @@ def read_torchao(checkpoint: Checkpoint, config: Mapping[str, Any], inside: str)
         linear = name.removesuffix(_CODES)
         if linear != name:
             kind = _format(checkpoint, linear, codes)
-            # Symmetric weights have zero points of 0.
+            # Symmetric weights have zero points of 0, and so must floats.
             zeros = f"{linear}{_ZEROS}"
-            kind = kind._replace(has_zeros=zeros in values and bool(values[zeros].any()))
+            if codes.dtype == torch.int8 and zeros in values:
+                kind = kind._replace(has_zeros=bool(values[zeros].any()))
             names.setdefault(kind, set()).add(linear)
     if not names:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ def test_damaged_descriptions(tmp_path: Path, name: str) -> None:
     damage(tensors)
     with pytest.raises(ValueError, match=message):
         stored(tmp_path, {**tensors, "y.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("end", ["absmax", "quant_map"])
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, end: str) -> None:
+    tensors = of_x(four_bit_tensors(3, 37, 0.25, nested=False)[0])
+    count = tensors[f"x.weight.{end}"].numel()
+    tensors[f"x.weight.{end}"][1] = math.nan
+    message = rf"x\.weight\.{end} has 1 of {count} numbers that are not finite"
+    with pytest.raises(ValueError, match=message):
+        stored(tmp_path, tensors).load({"x.weight": torch.empty(3, 37)})
 
 
 def test_codes_in_other_layouts_than_rows_are_refused(tmp_path: Path) -> None:

@@ -108,3 +108,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(r"quant_type='Int4WeightOnlyConfig'.*Float8Weight", whole, {"default": int4})
     nested = {"_type": "FqnToConfig", "_data": {"fqn_to_config": {"x": int4}}}
     refused(r"quant_type='Int4WeightOnlyConfig'", whole, {"default": nested})
+
+
+def test_floats_have_no_zero_points(tmp_path: Path) -> None:
+    tensors = int8(64, 1, zero=1)
+    tensors[CODES] = tensors[CODES].to(torch.float8_e4m3fn)
+    checkpoint = stored(tmp_path, tensors)
+    quantisation = quantisation_of(checkpoint)
+    scheme = quantisation and quantisation.scheme("x")
+    assert scheme
+    with pytest.raises(ValueError, match=r"64 zero points of a symmetric format out of range"):
+        read_weight(scheme, checkpoint.mapped(), "x", (64, 96))
