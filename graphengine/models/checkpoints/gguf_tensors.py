@@ -35,7 +35,7 @@ from graphengine.models.checkpoints.gguf_file import (
     read_gguf,
 )
 from graphengine.models.checkpoints.tensor_files import TensorInfo
-from graphengine.options.checks import some
+from graphengine.options.checks import shown, some
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +182,11 @@ def _parts(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> dic
         if family.paired and module in heads:
             part = part._replace(heads=_checked_heads(file, stored, tensor, heads[module]))
         if "{}" in name:
+            if tensor.shape[0] != config.get("num_experts"):
+                raise ValueError(
+                    f"{file.path} has tensor {stored} of {tensor.shape[0]} experts: expert_count "
+                    f"is {shown(config.get('num_experts'))}"
+                )
             for expert in range(tensor.shape[0]):
                 parts[name.format(expert)] = part._replace(expert=expert)
         else:

@@ -255,6 +255,10 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
             {"shapes": {"blk.1.attn_norm.weight": (64,)}},
             r"with num_hidden_layers=1: model.layers.1",
         ),
+        (
+            {"shapes": {"blk.0.ffn_up_exps.weight": (3, 4, 32)}},
+            r"blk.0.ffn_up_exps.weight of 3 experts: expert_count is None",
+        ),
         ({"shapes": {"blk.0.attn_q.weight": (64, 32)}}, r"shape \[64, 32\], not \[64, 64\]"),
     ):
         file = small(tmp_path, **options)
