@@ -81,7 +81,7 @@ def _check(drafter: Drafter, own: Checkpoint, values: Mapping[str, Tensor]) -> N
     for name, value in values.items():
         check_value(name, value, own.tensors[name].stored)
     wanted = drafter.own_destinations()
-    check_finite({name: value for name, value in values.items() if name in wanted})
+    check_finite({name: value for name, value in values.items() if name in wanted}, wanted)
     stored = own.mapped()
     for name, value in values.items():
         # Which tokens the rows of lm_head are for is a part of the captured graphs.

@@ -20,7 +20,7 @@ from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
 from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.checkpoints.stored import load_weights, read_model, with_state_dtype
-from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, TensorInfo
+from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, Ordered, TensorInfo
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
@@ -104,7 +104,8 @@ class LoadedWeights:
             self._check_parts(linear, values)
         if not finite:
             names = self._in_use(values)
-            check_finite({name: value for name, value in values.items() if name in names})
+            used = {name: value for name, value in values.items() if name in names}
+            check_finite(used, self.wanted)
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:
@@ -242,8 +243,9 @@ def check_value(name: str, value: Tensor, stored: TensorInfo) -> None:
         raise ValueError(f"{name} has shape {[*value.shape]}, not {[*stored.shape]}")
 
 
-def check_finite(values: Mapping[str, Tensor]) -> None:
-    """ValueError, with names and counts, for tensors with a NaN or an infinite number.
+def check_finite(values: Mapping[str, Tensor], wanted: Destinations) -> None:
+    """ValueError, with names and counts, for tensors with a NaN or an infinite number, also once
+    they are cast to the dtype of their destination.
 
     One reduction per tensor, on its device, and one copy to the host per device.
     """
@@ -252,20 +254,30 @@ def check_finite(values: Mapping[str, Tensor]) -> None:
         if value.is_floating_point() and value.numel():
             low, high = torch.aminmax(value)
             # Either is NaN where a number is.
-            extremes.setdefault(value.device, {})[name] = torch.stack((low, high)).float()
+            cast = torch.stack((low, high)).to(_dtype_of(name, value, wanted)).float()
+            extremes.setdefault(value.device, {})[name] = cast
     wrong: list[str] = []
     for found in extremes.values():
         finite = torch.stack([*found.values()]).isfinite().all(dim=1).tolist()
         wrong += [name for name, each in zip(found, finite, strict=True) if not each]
     if wrong:
-        counts = [
-            f"{name} ({int((~values[name].isfinite()).sum())} of {values[name].numel()} numbers)"
-            for name in wrong
-        ]
+        counts = []
+        for name in wrong:
+            value, dtype = values[name], _dtype_of(name, values[name], wanted)
+            count = int((~value.to(dtype).isfinite()).sum())
+            kind = f" as {dtype}" if value.isfinite().all() else ""
+            counts.append(f"{name} ({count} of {value.numel()} numbers{kind})")
         raise ValueError(
             f"{len(wrong)} of {len(values)} tensors have a NaN or an infinite number, and nothing "
             f"was changed: {some(counts)}"
         )
+
+
+def _dtype_of(name: str, value: Tensor, wanted: Destinations) -> torch.dtype:
+    """The dtype that a value is cast to; its own where nothing is cast, as before rounding."""
+    found = wanted.get(name, value)
+    first = found if isinstance(found, Tensor | Ordered) else next(iter(found), value)
+    return (first.tensor if isinstance(first, Ordered) else first).dtype
 
 
 def check_plain(checkpoint: Checkpoint) -> None:

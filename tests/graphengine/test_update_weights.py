@@ -679,6 +679,20 @@ def test_what_is_wrong_changes_nothing(checkpoints: dict[str, Any], case: str) -
         assert engine.generate(PROMPTS[1], GREEDY).cached_tokens > 0
 
 
+def test_numbers_that_the_engines_dtype_cannot_hold_are_refused(
+    checkpoints: dict[str, Any],
+) -> None:
+    path = checkpoints["llama-biases"].path
+    large = spoiled(tensors_of(path)[UP], 1e6, 2)
+    with open_engine(path, dtype="float16") as engine:
+        before = [tensor.clone() for tensor in held(engine)]
+        with pytest.raises(ValueError, match=rf"{UP} \(2 of \d+ numbers as torch.float16\)$"):
+            engine.update_weights({UP: large})
+        assert all(map(torch.equal, held(engine), before))
+    with open_engine(path) as engine:
+        engine.update_weights({UP: large})
+
+
 def test_what_is_rounded_together_comes_together(checkpoints: dict[str, Any]) -> None:
     path = checkpoints["llama-biases"].path
     with open_engine(path, quantize="int8") as engine:
