@@ -27,7 +27,7 @@ from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.norm_rope.norm import add_rms_norm
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.models.linears import Linears, linear_arrivals
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.splitting.rank_sizes import of_rank

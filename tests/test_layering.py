@@ -52,6 +52,7 @@ MODEL_DOORS = {
     for name in (
         *(
             "contract",
+            "launches",
             "linears",
             "states",
             "families.registry",

@@ -42,7 +42,8 @@ from graphengine.kernels.core.triton_versions import bits_of_triton
 from graphengine.models.adapters.adapter import AdapterPart
 from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.models.checkpoints.kv_scales import scales_id, scales_of_ranks
-from graphengine.models.contract import Model, RankGroup
+from graphengine.models.contract import Model
+from graphengine.models.launches import RankGroup
 from graphengine.models.plans.choosing import numerics_id
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import OneRank, RankTimes

@@ -40,7 +40,8 @@ from graphengine.requests.processing import logits_tensors
 if TYPE_CHECKING:
     from graphengine.host.plan import PrefillChunk
     from graphengine.models.checkpoints.checkpoint import Checkpoint
-    from graphengine.models.contract import DecodeLaunch, Model, RankGroup
+    from graphengine.models.contract import Model
+    from graphengine.models.launches import DecodeLaunch, RankGroup
     from graphengine.models.linears import LinearPlans
     from graphengine.models.states import LayerStates
     from graphengine.models.weights import Destinations, StoredLinear, StoredWeights

@@ -19,7 +19,7 @@ from graphengine.drafters.head import DraftHead, Hidden
 from graphengine.kernels.draft.confidence import follow_acceptance, withhold_drafts
 from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 
 
 class EveryDraft:

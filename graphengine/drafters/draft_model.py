@@ -33,13 +33,8 @@ from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
-from graphengine.models.contract import (
-    WHOLE,
-    DecodeLaunch,
-    ModelConfig,
-    ModelWeights,
-    most_arrival_counters,
-)
+from graphengine.models.contract import ModelConfig, ModelWeights, most_arrival_counters
+from graphengine.models.launches import WHOLE, DecodeLaunch
 from graphengine.models.linears import stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.weights import Destinations

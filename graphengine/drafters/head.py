@@ -40,7 +40,7 @@ from graphengine.kernels.logits.logits_triton import (
 )
 from graphengine.kernels.sample.sampling import sample_tiles
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch, RankGroup
+from graphengine.models.launches import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of
 

@@ -19,7 +19,8 @@ from graphengine.drafters.suffix.drafter import make_suffix
 from graphengine.drafters.target import Target
 from graphengine.drafters.user import UserDrafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import WHOLE, ModelConfig, Share
+from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import WHOLE, Share
 from graphengine.options.mode import Mode
 from graphengine.speculative import (
     MTP,

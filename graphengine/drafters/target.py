@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import WHOLE, ModelConfig, Share
+from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import WHOLE, Share
 
 
 class Target(NamedTuple):

@@ -52,15 +52,7 @@ from graphengine.models.composition import (
     named_layers,
     window_of,
 )
-from graphengine.models.contract import (
-    ONE_RANK,
-    ChunkAttention,
-    DecodeLaunch,
-    LayerSpan,
-    ModelWeights,
-    PrefillEnd,
-    PrefillLaunch,
-)
+from graphengine.models.contract import LayerSpan, ModelWeights, PrefillEnd
 from graphengine.models.decoder_layer import (
     LayerWeights,
     Memory,
@@ -70,6 +62,12 @@ from graphengine.models.decoder_layer import (
     prefill_feed_forward,
     prefill_scratch,
     routed_of,
+)
+from graphengine.models.launches import (
+    ONE_RANK,
+    ChunkAttention,
+    DecodeLaunch,
+    PrefillLaunch,
 )
 from graphengine.models.linears import Linear, linear_name, names_of_linears, refill
 from graphengine.models.quantised.schemes import HEAD

@@ -22,7 +22,7 @@ from graphengine.models.blocks.norms import NextNorm, NormKind, ReadNorm
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import SwigluWeights
-from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
+from graphengine.models.launches import ChunkAttention, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
 from graphengine.models.sublayers import (
     AttendingWeights,

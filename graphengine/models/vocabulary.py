@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import BLOCK_ROWS, rows_of
-from graphengine.models.contract import RankGroup
+from graphengine.models.launches import RankGroup
 
 
 class Vocabulary:

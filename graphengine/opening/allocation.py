@@ -26,7 +26,8 @@ from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.swap import copy_blocks
 from graphengine.models.adapters.table import AdapterTable, LaneAdapters
-from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
+from graphengine.models.contract import Model, arrival_counters
+from graphengine.models.launches import WHOLE, DecodeLaunch, RankGroup
 from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.choosing import PlanOrigins, choose_plans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors

@@ -16,7 +16,8 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import calibrate_kv_scales, load_kv_scales
-from graphengine.models.contract import Model, ModelConfig, RankGroup, Share
+from graphengine.models.contract import Model, ModelConfig
+from graphengine.models.launches import RankGroup, Share
 from graphengine.models.states import paged_states
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.tracing import span

@@ -25,7 +25,8 @@ from graphengine.models.checkpoints.stored import (
     read_model,
     with_state_dtype,
 )
-from graphengine.models.contract import WHOLE, Model, ModelConfig, ModelWeights, Share
+from graphengine.models.contract import Model, ModelConfig, ModelWeights
+from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
 from graphengine.models.splitting.rank_sizes import of_rank

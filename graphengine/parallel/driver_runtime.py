@@ -13,7 +13,7 @@ from graphengine.core.commands import Command, DigestState, LoadAdapter, UpdateW
 from graphengine.models.adapters.adapter import AdapterPart
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH
 from graphengine.opening.budget.memory import MemoryPlan

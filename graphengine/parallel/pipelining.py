@@ -9,7 +9,7 @@ from pathlib import Path
 from graphengine.buckets import HostQueue
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import (
     Found,

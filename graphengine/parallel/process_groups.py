@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.kernels.core.devices import overlaps_launches
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.models.splitting.stages import place_of_rank
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.parallel.collectives.process_group import ProcessGroup

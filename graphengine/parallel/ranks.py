@@ -20,7 +20,7 @@ from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.parallel.collectives.rendezvous import GroupError

@@ -26,7 +26,7 @@ from torch import Tensor
 from graphengine.core.runtime import Runtime
 from graphengine.models.checkpoints.kv_scales import scales_id
 from graphengine.models.checkpoints.tensor_files import spans_of
-from graphengine.models.contract import WHOLE
+from graphengine.models.launches import WHOLE
 from graphengine.models.splitting.stages import stage_spans
 from graphengine.models.states import (
     LayerStates,

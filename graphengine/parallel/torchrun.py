@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint

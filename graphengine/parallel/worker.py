@@ -20,7 +20,7 @@ from graphengine.buckets import Copied
 from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, ReplayGraph
 from graphengine.core.runtime import Operation
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan, available_bytes
 from graphengine.opening.loading import Found, Opened, load_checkpoint, read_checkpoint
 from graphengine.parallel.data_parallel.shared_records import SharedRecords

@@ -23,7 +23,7 @@ from torch import Tensor
 from graphengine.buckets import Field, StaticBuffers
 from graphengine.kernels.linear.residual import Residual, sums_of_squares
 from graphengine.kernels.step.state import PrefillLanes, SlotState
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 
 # The fields of `SlotState` that the last stage commits: each stage counts its own replays.
 _COMMITTED = SlotState._fields[:-1]

@@ -51,7 +51,8 @@ from graphengine.kernels.step.state import (
     commit_prefill,
     gather_prefill,
 )
-from graphengine.models.contract import DecodeLaunch, Model
+from graphengine.models.contract import Model
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import stream_groups
 from graphengine.models.repeats import model_runner
 from graphengine.models.routing import StepRoutes

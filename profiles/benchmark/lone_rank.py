@@ -17,7 +17,8 @@ from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.push import push_gather, push_sum
 from graphengine.kernels.comm.push_candidates import push_candidates
 from graphengine.kernels.comm.push_lanes import ExpertLanes
-from graphengine.models.contract import AddOwn, ModelConfig, ModelWeights, Share
+from graphengine.models.contract import ModelConfig, ModelWeights
+from graphengine.models.launches import AddOwn, Share
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.opening.budget.memory import MemoryPlan
 

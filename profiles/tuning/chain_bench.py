@@ -35,7 +35,8 @@ from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
-from graphengine.models.contract import DecodeLaunch, ModelConfig
+from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, stream_groups
 from graphengine.models.plans.chains import (
     Chain,

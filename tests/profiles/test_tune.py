@@ -28,7 +28,7 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gqa
 from graphengine.models.blocks.gqa import GroupedQueryAttention
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
 from graphengine.models.plans import plan_limits, tuning_tables
 from graphengine.models.plans.chains import chain_length

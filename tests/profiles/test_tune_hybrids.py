@@ -18,9 +18,9 @@ from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gated_delta, gqa, mamba2, mlp, short_conv
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.composition import attention_of
-from graphengine.models.contract import DecodeLaunch
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import WeightForms, heuristic_plans
 from graphengine.models.plans import choosing as tuning
 from graphengine.models.plans.chains import chain_length

@@ -11,7 +11,8 @@ from graphengine.cli.given import read_engine_options
 from graphengine.cli.terminal import columns, fit
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
-from graphengine.models.contract import ModelWeights, Share
+from graphengine.models.contract import ModelWeights
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.opening.sampling_defaults import recommended_sampling

@@ -39,14 +39,12 @@ from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.finding import DEMO
-from graphengine.models.contract import (
+from graphengine.models.contract import ModelConfig, arrival_counters, most_arrival_counters
+from graphengine.models.launches import (
     WHOLE,
     DecodeLaunch,
-    ModelConfig,
     PrefillLaunch,
     Share,
-    arrival_counters,
-    most_arrival_counters,
 )
 from graphengine.models.linears import Linears, in_formats
 from graphengine.models.plans.choosing import choose_plans

@@ -43,13 +43,14 @@ from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttentio
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.composition import blocks_of, named_layers
-from graphengine.models.contract import DecodeLaunch, ModelConfig, PrefillLaunch, Share
+from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
     LayerWeights,
     allocate_layer,
     decode_feed_forward,
 )
+from graphengine.models.launches import DecodeLaunch, PrefillLaunch, Share
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.splitting.rank_sizes import split_layers
 from graphengine.models.states import LayerStates

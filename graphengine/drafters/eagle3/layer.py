@@ -37,13 +37,7 @@ from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttentio
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.composition import blocks_of
-from graphengine.models.contract import (
-    ChunkAttention,
-    DecodeLaunch,
-    ModelConfig,
-    PrefillLaunch,
-    Share,
-)
+from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
     LayerWeights,
@@ -51,6 +45,12 @@ from graphengine.models.decoder_layer import (
     decode_feed_forward,
     finish_prefill_layer,
     prefill_scratch,
+)
+from graphengine.models.launches import (
+    ChunkAttention,
+    DecodeLaunch,
+    PrefillLaunch,
+    Share,
 )
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.splitting.rank_sizes import split_layers

@@ -42,7 +42,8 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.finding import DEMO
-from graphengine.models.contract import WHOLE, DecodeLaunch, ModelConfig, Share
+from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import WHOLE, DecodeLaunch, Share
 from graphengine.models.linears import LinearPlans, Linears, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.splitting.rank_cuts import checkpoint_of_rank

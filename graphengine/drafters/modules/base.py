@@ -35,7 +35,8 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import DecodeLaunch, most_arrival_counters
+from graphengine.models.contract import most_arrival_counters
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.weights import Destinations, StoredLinear, StoredWeights

@@ -22,7 +22,7 @@ from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.draft.trees.dynamic_tree import DraftedTrees, expand_tree, keep_best
 from graphengine.kernels.draft.trees.tree_candidates import Candidates, Children
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.options.draft_trees import DynamicTree
 
 _PARENT, _DEPTH, _ANCESTOR = "tree_parent", "tree_depth", "tree_ancestor"

@@ -22,7 +22,7 @@ from graphengine.drafters.modules.base import DraftModules, ModuleDrafter, Modul
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels.draft.draft import advance_module_draft, commit_draft
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 
 
 class EagleDrafter(ModuleDrafter):

@@ -18,7 +18,7 @@ from graphengine.drafters.modules.base import DraftModules, ModuleOutput
 from graphengine.drafters.modules.eagle import EagleDrafter
 from graphengine.drafters.modules.tree_growth import GrowingModule, TreeGrowth
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 
 
 class TreeEagle(EagleDrafter):

@@ -26,7 +26,7 @@ from graphengine.kernels.draft.draft import Fusion
 from graphengine.kernels.draft.trees.tree import ParentRun, TreeLevel, grow_tree
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.options.draft_trees import StaticTree, Tree
 
 RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]

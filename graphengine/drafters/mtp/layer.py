@@ -36,15 +36,7 @@ from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
 from graphengine.models.composition import blocks_of, experts_of, windows_of
-from graphengine.models.contract import (
-    ONE_RANK,
-    ChunkAttention,
-    DecodeLaunch,
-    Model,
-    ModelConfig,
-    PrefillLaunch,
-    Share,
-)
+from graphengine.models.contract import Model, ModelConfig
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.decoder_layer import (
     LayerWeights,
@@ -53,6 +45,13 @@ from graphengine.models.decoder_layer import (
     finish_prefill_layer,
     prefill_scratch,
     routed_of,
+)
+from graphengine.models.launches import (
+    ONE_RANK,
+    ChunkAttention,
+    DecodeLaunch,
+    PrefillLaunch,
+    Share,
 )
 from graphengine.models.linears import Linear, Linears, WeightForms, in_formats, refill
 from graphengine.models.splitting.rank_sizes import (

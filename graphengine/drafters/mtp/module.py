@@ -25,7 +25,12 @@ from graphengine.kernels.draft.draft import Fusion, combine_hidden
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import WHOLE, ChunkAttention, DecodeLaunch, Share
+from graphengine.models.launches import (
+    WHOLE,
+    ChunkAttention,
+    DecodeLaunch,
+    Share,
+)
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
 from graphengine.models.states import paged_states

@@ -44,7 +44,7 @@ from graphengine.kernels.draft.vanilla import (
     new_draft_chain,
 )
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.speculative import Feed
 
 

@@ -37,7 +37,7 @@ from graphengine.models.blocks.lanes_of_ranks import (
     sum_of_own,
 )
 from graphengine.models.blocks.streams import PrefillScratch, add_part
-from graphengine.models.contract import DecodeLaunch, Reduce, Share
+from graphengine.models.launches import DecodeLaunch, Reduce, Share
 from graphengine.models.routing import layer_ids, tell_routes
 
 

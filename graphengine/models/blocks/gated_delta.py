@@ -37,7 +37,7 @@ from graphengine.models.blocks.streams import (
     new_weights,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
 from graphengine.models.weights import StoredLinear, Weight

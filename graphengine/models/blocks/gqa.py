@@ -43,7 +43,7 @@ from graphengine.models.blocks.streams import (
     new_weights,
     tensors_of,
 )
-from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
+from graphengine.models.launches import ChunkAttention, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 from graphengine.models.weights import StoredLinear, Weight

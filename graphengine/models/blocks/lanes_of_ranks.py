@@ -23,7 +23,7 @@ from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.linear.residual_sum import add_to_residual
-from graphengine.models.contract import DecodeLaunch, RankGroup
+from graphengine.models.launches import DecodeLaunch, RankGroup
 
 _ALIGNMENT = 16
 

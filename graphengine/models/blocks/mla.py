@@ -39,7 +39,7 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import ChunkAttention, DecodeLaunch
+from graphengine.models.launches import ChunkAttention, DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 from graphengine.models.weights import StoredLinear, Weight

@@ -40,7 +40,12 @@ from graphengine.kernels.norm_rope.layer_norm import (
 from graphengine.kernels.norm_rope.norm import add_rms_norm, rms_norm
 from graphengine.kernels.norm_rope.post_norm import add_normed, add_normed_rms_norm
 from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, Sandwich
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, SplitStream
+from graphengine.models.launches import (
+    ONE_RANK,
+    DecodeLaunch,
+    PrefillLaunch,
+    SplitStream,
+)
 from graphengine.models.linears import WeightForms
 
 

@@ -27,7 +27,7 @@ from graphengine.models.blocks.streams import (
     part_product,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.weights import StoredLinear, Weight
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from graphengine.kernels.core.paged import FP8_MAX
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import spans_of
-from graphengine.models.contract import WHOLE, RankGroup, Share
+from graphengine.models.launches import WHOLE, RankGroup, Share
 from graphengine.models.weights import StoredWeights
 from graphengine.options.checks import shown
 

@@ -29,8 +29,9 @@ from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.composition import experts_of, named_layers
-from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
+from graphengine.models.contract import Model, ModelConfig
 from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.sublayers import Layer, Recurring, Sublayer, layer_prefix

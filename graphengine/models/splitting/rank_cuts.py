@@ -12,7 +12,7 @@ import torch
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import Cut, spans_of
-from graphengine.models.contract import WHOLE, Share
+from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.filling import dequantised_names
 from graphengine.models.weights import Stack, StoredLinear, StoredWeights, Weight
 

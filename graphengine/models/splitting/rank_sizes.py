@@ -27,8 +27,9 @@ from graphengine.models.blocks.mlp import Mlp
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import experts_of
-from graphengine.models.contract import ModelConfig, Share
+from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.launches import Share
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
 from graphengine.models.splitting.rank_cuts import cut_linears

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.models.contract import LayerSpan, ModelConfig, Share
+from graphengine.models.contract import LayerSpan, ModelConfig
+from graphengine.models.launches import Share
 from graphengine.models.states import paged_states
 
 # The dtype in which layers are weighed; packed weights are as large whatever the model's dtype.

@@ -34,7 +34,7 @@ from graphengine.kernels.comm.push_candidates import push_candidates
 from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.kernels.comm.sums import sum_parts
-from graphengine.models.contract import AddOwn, Share, SplitStream
+from graphengine.models.launches import AddOwn, Share, SplitStream
 from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.collectives.peer_memory import PeerMemory, devices_of
 from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous

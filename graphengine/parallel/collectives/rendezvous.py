@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 
 LOOK_S = 0.2
 """Longest time between two checks whether waiting still makes sense."""

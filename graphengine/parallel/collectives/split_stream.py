@@ -19,7 +19,7 @@ from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import Peers
 from graphengine.kernels.comm.sums import sum_parts
 from graphengine.kernels.norm_rope.norm import add_rms_norm
-from graphengine.models.contract import Reduce, Share
+from graphengine.models.launches import Reduce, Share
 
 
 class _SplitStream:

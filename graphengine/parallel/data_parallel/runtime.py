@@ -11,7 +11,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.commands import Command, FetchDrafts, OfSlots, SlotOperations
 from graphengine.core.waits import deadline_after, seconds_to
 from graphengine.host.masks import MaskTable
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import Found, Opened
 from graphengine.opening.records import new_records

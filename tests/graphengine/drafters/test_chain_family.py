@@ -22,7 +22,7 @@ from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.modules.base import ModuleDrafter
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.launches import DecodeLaunch
 from graphengine.speculative import MTP
 
 CHAINS = ("mtp", "eagle3", "model")

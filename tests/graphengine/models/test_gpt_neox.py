@@ -18,9 +18,9 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, read_model
-from graphengine.models.contract import Share
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
+from graphengine.models.launches import Share
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank

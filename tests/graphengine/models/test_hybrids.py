@@ -33,9 +33,9 @@ from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, read_model
 from graphengine.models.checkpoints.tensor_files import Cut
-from graphengine.models.contract import Share
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
+from graphengine.models.launches import Share
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.splitting.rank_cuts import cut_to

@@ -21,7 +21,7 @@ from graphengine.models.blocks.lanes_of_ranks import (
     lanes_of_all,
     sum_of_own,
 )
-from graphengine.models.contract import DecodeLaunch, RankGroup, Share
+from graphengine.models.launches import DecodeLaunch, RankGroup, Share
 from graphengine.models.linears import LinearPlans
 from graphengine.parallel.collectives.process_group import ProcessGroup
 

@@ -16,7 +16,7 @@ from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, read_model
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
 

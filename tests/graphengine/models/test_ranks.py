@@ -40,18 +40,18 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import add_product
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.contract import (
+from graphengine.models.contract import ModelWeights
+from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.families.gpt_oss import NAMES
+from graphengine.models.launches import (
     WHOLE,
     ChunkAttention,
     DecodeLaunch,
-    ModelWeights,
     PrefillLaunch,
     Reduce,
     Share,
     SplitStream,
 )
-from graphengine.models.decoder import DecoderConfig, DecoderModel
-from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.routing import observed_routes
 from graphengine.models.splitting.rank_sizes import of_rank

@@ -18,9 +18,10 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, ModelWeights, Share
+from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.gpt_oss import NAMES
+from graphengine.models.launches import Share
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.sublayers import FeedForward

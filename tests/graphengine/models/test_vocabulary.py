@@ -12,7 +12,7 @@ from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_reference
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.vocabulary import Vocabulary, vocabulary_of
 

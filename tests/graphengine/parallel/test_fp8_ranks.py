@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
 from graphengine import Engine, SamplingParams, SessionSnapshot
 from graphengine.config import EngineConfig
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.loading import load_checkpoint, plan_checkpoint, read_checkpoint
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, Eagle3, Speculative

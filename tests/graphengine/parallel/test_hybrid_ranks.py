@@ -21,8 +21,9 @@ from engines.family_checks import assert_rewinds
 from extent import some_of
 from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, Share
+from graphengine.models.contract import ModelConfig
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.launches import Share
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, NGram

@@ -17,7 +17,7 @@ from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.parallel.collectives import peer_memory, process_group
 from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S, ProcessGroup
 from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous

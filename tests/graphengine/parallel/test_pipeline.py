@@ -29,8 +29,8 @@ from engines.family_checks import assert_rewinds
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.host.kept_states import BlockCopy
-from graphengine.models.contract import Share
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.launches import Share
 from graphengine.models.splitting.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
 from graphengine.opening.budget.memory import MemoryPlan

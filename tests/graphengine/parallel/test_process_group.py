@@ -18,7 +18,7 @@ import torch
 from events import GENEROUS_S
 from torch import Tensor
 
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.parallel.collectives import exchange, process_group
 from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.collectives.process_group import ProcessGroup

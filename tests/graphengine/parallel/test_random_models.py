@@ -10,8 +10,8 @@ from events import GENEROUS_S
 from extent import some_of
 from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import Share
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.launches import Share
 from graphengine.models.splitting.rank_sizes import of_rank
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

@@ -33,7 +33,7 @@ from engines.small_engine import greedy, open_engine
 from graphengine import EngineConfig
 from graphengine.core.commands import ReplayGraph
 from graphengine.host.kept_states import BlockCopy
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphengine.kernels.comm.add_parts_norm import split_lanes
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.parallel.collectives.process_group import ProcessGroup
 from launches.split_chunks import EPS, SplitChunk
 

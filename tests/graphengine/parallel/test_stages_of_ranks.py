@@ -23,7 +23,7 @@ from engines.family_checks import assert_rewinds
 from extent import extent
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.models.splitting.stages import Place, place_of_rank
 from graphengine.opening.loading import read_checkpoint
 from graphengine.parallel.pipelining import PipelineRuntime

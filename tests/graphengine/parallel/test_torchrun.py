@@ -21,7 +21,7 @@ from checkpoints.few_layers import few_layers
 from engines import pushing_ranks
 from engines.pushing_ranks import PARAMS, PROMPTS, SIZES
 from graphengine import Engine, EngineConfig
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel import torchrun as launching
 from graphengine.parallel import worker

@@ -42,16 +42,18 @@ from graphengine.models.blocks.streams import (
 )
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import (
-    ONE_RANK,
-    ChunkAttention,
-    DecodeLaunch,
     LayerSpan,
     ModelWeights,
     PrefillEnd,
-    PrefillLaunch,
     Shaped,
 )
 from graphengine.models.hf.config_schema import HfConfig, read_key
+from graphengine.models.launches import (
+    ONE_RANK,
+    ChunkAttention,
+    DecodeLaunch,
+    PrefillLaunch,
+)
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, names_of_linears
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
 from graphengine.models.weights import StoredLinear, Weight

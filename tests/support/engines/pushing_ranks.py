@@ -19,7 +19,7 @@ import torch
 from graphengine import Engine, SamplingParams
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.parallel import process_groups
 from graphengine.parallel.collectives.process_group import ProcessGroup
 from graphengine.parallel.driver_runtime import DriverRuntime

@@ -27,7 +27,7 @@ from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import heuristic_plan
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.norm_rope.norm import add_rms_norm
-from graphengine.models.contract import Share
+from graphengine.models.launches import Share
 from graphengine.parallel.collectives.peer_memory import PeerMemory
 from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S
 from graphengine.parallel.collectives.rendezvous import Rendezvous

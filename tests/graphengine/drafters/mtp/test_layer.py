@@ -50,8 +50,8 @@ from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, gather_prefill
 from graphengine.models.blocks import gqa
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import DecodeLaunch
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.launches import DecodeLaunch
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.text.tokenizer import Tokenizer

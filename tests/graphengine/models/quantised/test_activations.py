@@ -19,7 +19,7 @@ from engines.small_engine import LONG, PROMPT, greedy
 from graphengine import Engine
 from graphengine.kernels.linear.prefill.lane_codes import LaneCodes, code_bytes
 from graphengine.models.blocks import streams
-from graphengine.models.contract import ONE_RANK, PrefillLaunch
+from graphengine.models.launches import ONE_RANK, PrefillLaunch
 from graphengine.speculative import MTP, DraftModel
 from launches.compilation import graph_kernels
 
