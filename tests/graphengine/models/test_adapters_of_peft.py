@@ -10,7 +10,7 @@ import torch
 
 from graphengine import Engine, SamplingParams
 
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 OPTIONS: list[dict[str, Any]] = [

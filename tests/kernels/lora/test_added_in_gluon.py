@@ -12,7 +12,7 @@ import torch
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.core.op import recorded_ops
+from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.epilogues import STORE, AddResidual, StoreSwiglu
 from graphengine.kernels.linear.linear import linear
@@ -48,7 +48,8 @@ def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def compiled(run: Callable[[], Any]) -> tuple[str, str, list[str]]:
     """Name, PTX and arguments of the only launch, for an H200."""
-    with assumed(H200), recorded_ops() as ops:
+    ops: list[Op] = []
+    with assumed(H200), ops_handed_to(ops.append):
         run()
     (op,) = ops
     return op.name, *compile_launch(op)

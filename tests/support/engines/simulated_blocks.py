@@ -22,6 +22,7 @@ from graphengine.host.scheduler import Scheduler
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
 from graphengine.prompt_embeds import PromptTokens
+from graphengine.requests.adapters import Adapters
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job
 from graphengine.requests.processing import Processing
@@ -97,6 +98,7 @@ class Sharing:
         self.has_cut = cut is not None
         self.chunks: list[PrefillChunk] = []
         self.memory = SimpleNamespace(block_size=block_size, max_seq_len=max_seq_len)
+        self.adapters = Adapters(0)
         self.intake = self
         self.requests: list[Request] = []
         self.sessions: list[Session] = []
@@ -135,6 +137,7 @@ class Sharing:
         *,
         submitted: float = 0.0,
         processing: bool = False,
+        adapter: None = None,
     ) -> Request:
         ids = prompt.ids if isinstance(prompt, PromptTokens) else prompt
         most = self.memory.max_seq_len - len(ids)
