@@ -238,8 +238,12 @@ def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> 
     if splits > 1:
         size = math.prod(grid) * (shape.padded + 2) * cut.rows
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
-    kernel = prefill_attention_kernel if call.seen_N is None else prefill_images_kernel
-    launcher(kernel, grid)(
+    launched = (
+        launcher(prefill_attention_kernel, grid)
+        if call.seen_N is None
+        else launcher(prefill_images_kernel, grid)
+    )
+    launched(
         q,
         kv,
         call.block_table_SB,
