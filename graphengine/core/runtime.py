@@ -131,9 +131,9 @@ class Runtime(SlotOperations, Waits):
         self.adapters = held.adapters
         self.stream = held.stream
         self._copies = self._watched = held.stream
-        self._has_scales = memory.kv_dtype == FP8_KV
         self.launched, self.data_room = 0, memory.load_bytes
-        self._updated = self._updated_drafts = ""
+        # Fingerprints of the model's weights and of the drafter's once they are updated.
+        self._updated = ("", "")
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
@@ -268,10 +268,10 @@ class Runtime(SlotOperations, Waits):
         Updated weights have a new fingerprint, which draft modules from the model's checkpoint
         share.
         """
-        drafter, updated = self.program.drafter, self._updated
+        drafter, (updated, updated_drafts) = self.program.drafter, self._updated
         if updated and drafter.weights is not None and drafter.own_checkpoint is None:
             return updated, updated
-        drafts = self._updated_drafts or self._drafter_fingerprint()
+        drafts = updated_drafts or self._drafter_fingerprint()
         return updated or self._model_fingerprint(), drafts
 
     def _model_fingerprint(self) -> str:
@@ -285,13 +285,15 @@ class Runtime(SlotOperations, Waits):
     def note_update(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Change the fingerprints, for an `update_weights` with the same arguments."""
         values, whole = loaded.used(given)
-        before = "" if whole else self._updated or self._model_fingerprint()
-        self._updated = updated_fingerprint(before, loaded.whole, values)
+        updated, drafts = self._updated
+        before = "" if whole else updated or self._model_fingerprint()
+        self._updated = updated_fingerprint(before, loaded.whole, values), drafts
 
     def note_draft_update(self, given: GivenTensors) -> None:
         """Change the drafter's fingerprint, for an `update_drafts` with the same argument."""
-        before = self._updated_drafts or self._drafter_fingerprint()
-        self._updated_drafts = updated_fingerprint(before, given.config, given.values)
+        updated, drafts = self._updated
+        before = drafts or self._drafter_fingerprint()
+        self._updated = updated, updated_fingerprint(before, given.config, given.values)
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill weights with these values in place, and refresh what was derived from them.
@@ -336,8 +338,9 @@ class Runtime(SlotOperations, Waits):
         without a group.
         """
         drafter = self.program.drafter
-        held: list[StoredWeights] = [self.model.weights] if self._has_scales else []
-        if self._has_scales and drafter.needs.states:
+        has_scales = self.caches[0][0].dtype == FP8_KV
+        held: list[StoredWeights] = [self.model.weights] if has_scales else []
+        if has_scales and drafter.needs.states:
             assert drafter.weights is not None, "a drafter with KV has weights"
             held.append(drafter.weights)
         with self.on_stream():
