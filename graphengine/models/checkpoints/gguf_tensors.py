@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -54,42 +54,44 @@ _MIB = 2**20
 class _Packed(NamedTuple):
     """A format whose codes and scales are kept.
 
-    The package knows where a block has which bits. So codes are the values of blocks whose scales
-    are set to 1, and scales are the values of blocks whose codes are set to 1.
+    The package knows where other blocks have which bits. So codes are the values of blocks whose
+    scales are set to 1, and scales are the values of blocks whose codes are set to 1.
 
     bits          of a code here: 8 in int8, or 4, two in a byte
     columns       columns that share a scale
     scales        dtype that holds the scales exactly
-    codes_of_one  bytes that make all codes 1, by their place in a block
-    scales_of_one bytes that make all scales 1, likewise
+    scales_of_one bytes that make all scales 1, by their place in a block; none: after its scale a
+                  block has a byte for each code, or the first half of its codes in lower halves of
+                  bytes, and the others in upper ones
+    codes_of_one  bytes that make all codes 1, likewise; none: a block begins with its scale
     """
 
     bits: Literal[8, 4]
     columns: int
     scales: torch.dtype
-    codes_of_one: Mapping[int, bytes]
-    scales_of_one: Mapping[int, bytes]
+    scales_of_one: Mapping[int, bytes] = MappingProxyType({})
+    codes_of_one: Mapping[int, bytes] = MappingProxyType({})
 
     @property
     def per_byte(self) -> int:
         return 8 // self.bits
 
 
-# Blocks of 32 columns begin with a scale in float16. A scale of the others is its product with an
-# integer of 6 bits a group, which is stored with 32 added: in Q3_K the lower halves of 16 of them,
-# then their upper bits; in IQ4_XS the upper bits of 8, then the lower halves.
+# Scales of the last two are products with an integer of 6 bits a group, which is stored with 32
+# added: in IQ4_XS the upper bits of 8, then the lower halves; in Q3_K the lower halves of 16 of
+# them, then their upper bits.
 _PACKED: Mapping[str, _Packed] = {
-    "Q8_0": _Packed(8, 32, torch.float16, {2: b"\x01" * 32}, {0: _HALF_ONE}),
-    "Q4_0": _Packed(4, 32, torch.float16, {2: b"\x99" * 16}, {0: _HALF_ONE}),
-    "Q5_0": _Packed(8, 32, torch.float16, {2: b"\xff" * 4 + b"\x11" * 16}, {0: _HALF_ONE}),
-    "IQ4_NL": _Packed(8, 32, torch.float16, {2: b"\x88" * 16}, {0: _HALF_ONE}),
+    "Q8_0": _Packed(8, 32, torch.float16),
+    "Q4_0": _Packed(4, 32, torch.float16),
+    "Q5_0": _Packed(8, 32, torch.float16, {0: _HALF_ONE}),
+    "IQ4_NL": _Packed(8, 32, torch.float16, {0: _HALF_ONE}),
     "IQ4_XS": _Packed(
-        *(8, 32, torch.float32, {8: b"\x88" * 128}),
-        {0: _HALF_ONE, 2: b"\xaa" * 2 + b"\x11" * 4},
+        *(8, 32, torch.float32, {0: _HALF_ONE, 2: b"\xaa" * 2 + b"\x11" * 4}),
+        {8: b"\x88" * 128},
     ),
     "Q3_K": _Packed(
-        *(4, 16, torch.float32, {0: b"\xff" * 32 + b"\x55" * 64}),
-        {96: b"\x11" * 8 + b"\xaa" * 4, 108: _HALF_ONE},
+        *(4, 16, torch.float32, {96: b"\x11" * 8 + b"\xaa" * 4, 108: _HALF_ONE}),
+        {0: b"\xff" * 32 + b"\x55" * 64},
     ),
 }
 
@@ -342,8 +344,13 @@ def _shape(rows: Any, tensor: GgufTensor) -> Sequence[int]:
 def _codes_or_scales(path: Path, rows: Any, tensor: GgufTensor, role: Role) -> Tensor:
     """Codes [M, K], or two in a byte, or scales [M, K / columns], of rows of blocks."""
     packed = _PACKED[tensor.kind]
-    blocks = rows.reshape(rows.shape[0], tensor.shape[-1] // tensor.block, -1).copy()
+    blocks = rows.reshape(rows.shape[0], tensor.shape[-1] // tensor.block, -1)
     ones = packed.scales_of_one if role == "codes" else packed.codes_of_one
+    if not ones and role == "scales":
+        return torch.from_numpy(blocks[..., :2].copy()).view(packed.scales).flatten(1)
+    if not ones:
+        return _stored_codes(torch.from_numpy(blocks[..., 2:].copy()), packed.bits)
+    blocks = blocks.copy()
     for start, content in ones.items():
         blocks[..., start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
     values = _values(path, blocks.reshape(rows.shape), tensor)
@@ -352,3 +359,10 @@ def _codes_or_scales(path: Path, rows: Any, tensor: GgufTensor, role: Role) -> T
     if packed.bits == 8:
         return values.to(torch.int8)
     return packed_halves((values + 8).to(torch.uint8))
+
+
+def _stored_codes(stored: Tensor, bits: int) -> Tensor:
+    """The codes of blocks [M, K / 32, bytes] that hold them as they are."""
+    if bits == 8:
+        return stored.flatten(1).view(torch.int8)
+    return packed_halves(torch.cat((stored & 15, stored >> 4), dim=-1).flatten(1))
