@@ -273,25 +273,27 @@ class AttentionWeights:
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
         prefix, of_heads = self.prefix, self.block.rows
-        qkv, output = self.linears()
+        _, output = self.linears()
         names = output.views()
-        if self.block.one_linear and self.qkv_bias is not None:
-            pieces = tuple(rows for _, rows in of_heads.of_linears)
-            names[f"{prefix}{self.block.one_linear}.bias"] = Weight(
-                self.qkv_bias, 0, pieces, of_heads.order()
-            )
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if not isinstance(rows, Tensor) or (self.block.one_linear and kind == "bias"):
+            if not isinstance(rows, Tensor):
                 continue
             if self.block.one_linear:
-                ((name, view),) = qkv.views().items()
-                names[name] = view._replace(order=of_heads.order())
+                names |= self._stored_fused(kind, rows)
                 continue
             counts = (of_heads.num_heads, of_heads.num_kv_heads, 0)
             for name, part, count in zip("qkv", of_heads.of_checkpoint(rows), counts, strict=True):
                 order = of_heads.order_of(count) if count else None
                 names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0, order=order)
         return names | self._stored_vectors()
+
+    def _stored_fused(self, kind: str, rows: Tensor) -> dict[str, Weight]:
+        """The weight or the bias of the one linear of queries, keys and values."""
+        name, of_heads = f"{self.prefix}{self.block.one_linear}.{kind}", self.block.rows
+        if kind == "weight":
+            return {name: self.linears()[0].views()[name]._replace(order=of_heads.order())}
+        pieces = tuple(count for _, count in of_heads.of_linears)
+        return {name: Weight(rows, 0, pieces, of_heads.order())}
 
     def _stored_vectors(self) -> dict[str, Weight]:
         """Everything but the linear of queries, keys and values, and the other's weight."""
