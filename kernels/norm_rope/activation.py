@@ -126,6 +126,15 @@ def _swiglu_kernel(
     tl.store(out_ptr + lane * out_stride + f, y, mask=mask)
 
 
+def _checked_elementwise(
+    x_NF: torch.Tensor, slot_N: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """The output of a function of each element; ValueError for a shape or dtype that misfits."""
+    check_rows(x_NF=x_NF)
+    check_lanes(len(x_NF), slot_N=slot_N)
+    return output_rows(out, tuple(x_NF.shape), dtype=x_NF.dtype, like=x_NF)
+
+
 def squared_relu(
     x_NF: torch.Tensor,
     slot_N: torch.Tensor,
@@ -145,10 +154,8 @@ def squared_relu(
         [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
         read nor written. ValueError for a shape or dtype that does not fit.
     """
-    check_rows(x_NF=x_NF)
+    out = _checked_elementwise(x_NF, slot_N, out)
     lanes, F = x_NF.shape
-    check_lanes(lanes, slot_N=slot_N)
-    out = output_rows(out, (lanes, F), dtype=x_NF.dtype, like=x_NF)
     if not use_triton(x_NF):
         return squared_relu_reference(x_NF, slot_N, out=out)
     launcher(_squared_relu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
@@ -212,10 +219,8 @@ def gelu(
         [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
         read nor written. ValueError for a shape or dtype that does not fit.
     """
-    check_rows(x_NF=x_NF)
+    out = _checked_elementwise(x_NF, slot_N, out)
     lanes, F = x_NF.shape
-    check_lanes(lanes, slot_N=slot_N)
-    out = output_rows(out, (lanes, F), dtype=x_NF.dtype, like=x_NF)
     if not use_triton(x_NF):
         return gelu_reference(x_NF, slot_N, tanh=tanh, out=out)
     launcher(_gelu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
