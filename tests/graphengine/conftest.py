@@ -409,6 +409,9 @@ class Oracle:
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
         if hasattr(model.config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")
+        if getattr(model.config, "attn_logit_softcapping", None):
+            # transformers before 5.18 leaves these scores uncapped by default.
+            model.set_attn_implementation("eager")
         return model
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:

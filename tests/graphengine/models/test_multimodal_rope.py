@@ -57,7 +57,9 @@ class Oracle:
         levels = getattr(found, "deepstack_features", None)
         deepstack = None
         if levels:
-            deepstack = torch.stack([torch.cat(tuple(each)) for each in levels])
+            # A level is one tensor, or, in newer releases, one for each image.
+            joined = [each if torch.is_tensor(each) else torch.cat(each) for each in levels]
+            deepstack = torch.stack(joined)
         rows = torch.cat(tuple(found.pooler_output))
         return pixels, GridEmbeds(rows, grid, time_step=step, deepstack=deepstack)
 

@@ -23,7 +23,7 @@ from graphengine.models.splitting.rank_sizes import of_rank
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 96,
-    "intermediate_size": 100,
+    "intermediate_size": 104,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -133,7 +133,10 @@ def _saved(config: dict[str, Any], folder: Path) -> Any:
     kind = getattr(transformers, names.get(architecture, architecture))
     torch.manual_seed(7)
     known = kind.config_class
-    model = kind(known.from_dict(config | {"model_type": known.model_type})).eval().float()
+    told = config | {"model_type": known.model_type}
+    if "rotary_dim" in config:  # which transformers before 5.18 does not read
+        told["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
+    model = kind(known.from_dict(told)).eval().float()
     for weight in model.parameters():
         with torch.no_grad():
             weight.copy_(weight + 0.2 * torch.randn_like(weight))

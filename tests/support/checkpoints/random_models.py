@@ -31,6 +31,9 @@ def make(family: str, **options: Any) -> PreTrainedModel:
     return model
 
 
+# transformers before 5.18 does not read MiniMax's `rotary_dim`.
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "glm-lite": lambda: make(
         "Glm4MoeLite", hidden_size=64, intermediate_size=68, moe_intermediate_size=28,
@@ -80,6 +83,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         "MiniMaxM2", hidden_size=72, intermediate_size=36, num_hidden_layers=3,
         num_attention_heads=6, num_key_value_heads=2, head_dim=64, num_local_experts=7,
         num_experts_per_tok=3, rotary_dim=32, rms_norm_eps=1e-3,
+        rope_parameters=HALF,
     ),
     "minimax-whole": lambda: make(
         "MiniMaxM2", hidden_size=56, intermediate_size=20, num_hidden_layers=2,
