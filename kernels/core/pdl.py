@@ -6,9 +6,10 @@ The kernels of a decode graph all follow these rules, so that each may rely on t
   returns when the launch before has completed and its stores are visible. That launch waited for
   its own predecessor, so everything earlier is complete as well.
 - The next launch is triggered after the wait, never before it. So when launch k starts, launch
-  k - 2 is complete. The only exception is `_take_sums_kernel`, which takes what launch k - 1 has
-  pushed: it triggers and stores before its wait, and says why it may. Before its own wait, the
-  launch after it may load nothing that the pushing launch has written.
+  k - 2 is complete. A few short kernels trigger before their wait, so that the launch after them
+  can load its weights while the launch before them still runs (`start_next`): those of adapters,
+  and `_take_sums_kernel`, which also stores before its wait and says why it may. Before its own
+  wait, a launch after such a one may load nothing that the launch before that one writes.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
   fields), or what launch k - 2 or an earlier one wrote, bypassing the L1 cache
   (`cache_modifier=".cg"`).

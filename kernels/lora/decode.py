@@ -1,9 +1,14 @@
 """What each decode lane's adapter adds to a product: two launches before that of the product.
 
-`_shrink_kernel` computes A x of the lanes that have an adapter, `_expand_kernel` scale * B of that.
-The product's own kernel adds the result before its epilogue (`LinearCall.delta_NM`). Lanes without
-an adapter add -0.0: their bits are those of a product without adapters. A lane's sums are formed in
-an order that follows from the sizes of the slots alone.
+`_shrink_lanes_kernel` computes A x of the lanes that have an adapter, `_expand_lanes_kernel`
+scale * B of that. The product's own kernel adds the result before its epilogue
+(`LinearCall.delta_NM`). Lanes without an adapter add -0.0: their bits are those of a product
+without adapters. A lane's sums are formed in an order that follows from the sizes of the slots
+alone.
+
+Both launches are short, and the product's weights are long in coming. So both start the next launch
+before they wait: the product then reads its first weights while the kernel before all three still
+runs, as it would without adapters. Both have A and B in registers before they wait.
 
 Letters as in `slots.py`, and: T groups of squares.
 """
@@ -17,13 +22,13 @@ import triton.language as tl
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.pdl import launch_options, start_next, wait_for_inputs
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.lora.reference import lora_delta_reference
 from graphengine.kernels.lora.slots import LoraSlots
 
-# Rows of A of a program, and its columns at a time.
-_BLOCK_Q, _BLOCK_K = 2, 4096
+# Columns of A of a warp, which holds them in registers.
+_WARP_COLUMNS = 2048
 # Weight rows of a program that expands.
 _BLOCK_M = 128
 
@@ -51,7 +56,8 @@ def lora_delta(call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor) -> t
     inputs, K = slots.parts * slots.rank, call.x_NK.shape[1]
     between = delta.new_empty(lanes, inputs)
     options = launch_options(call.launch.pdl)
-    launcher(_shrink_kernel, (lanes, triton.cdiv(inputs, _BLOCK_Q)))(
+    columns = triton.next_power_of_2(K)
+    launcher(_shrink_lanes_kernel, (lanes, inputs))(
         call.x_NK,
         call.squares_TN,
         call.slot_N,
@@ -66,12 +72,11 @@ def lora_delta(call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor) -> t
         GROUPS=call.groups,
         RANK=slots.rank,
         PARTS=slots.parts,
-        BLOCK_Q=_BLOCK_Q,
-        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(K)),
-        num_warps=8,
+        BLOCK_K=columns,
+        num_warps=min(16, max(4, columns // _WARP_COLUMNS)),
         **options,
     )
-    launcher(_expand_kernel, (lanes, triton.cdiv(rows, _BLOCK_M)))(
+    launcher(_expand_lanes_kernel, (lanes, triton.cdiv(rows, _BLOCK_M)))(
         between,
         call.slot_N,
         adapter_S,
@@ -92,13 +97,13 @@ def lora_delta(call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor) -> t
 @triton.jit
 def adapter_of(slot_ptr, adapter_ptr, lane):
     """The slot of a lane's adapter; -1: it has none; -2: the lane is padded."""
-    slot = tl.load(slot_ptr + lane)
+    slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     adapter = tl.load(adapter_ptr + slot, mask=slot >= 0, other=-1)
     return tl.where(slot >= 0, adapter, -2)
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
-def _shrink_kernel(
+def _shrink_lanes_kernel(
     x_ptr,
     squares_ptr,
     slot_ptr,
@@ -113,39 +118,34 @@ def _shrink_kernel(
     GROUPS: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and BLOCK_Q rows of A."""
+    """One program a lane and row of A."""
     ROWS: tl.constexpr = PARTS * RANK
-    lane = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    wait_for_inputs(PDL)
+    lane, row = tl.program_id(0), tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    start_next(PDL)
     adapter = adapter_of(slot_ptr, adapter_ptr, lane)
-    if adapter < 0:
-        return
-    matrix_ptr = down_ptr + adapter.to(tl.int64) * (ROWS * K)
-    row_ptrs = matrix_ptr + tl.minimum(row, ROWS - 1).to(tl.int64) * K
-    lane_ptr = x_ptr + lane.to(tl.int64) * x_stride
-    sums = tl.zeros((BLOCK_Q, BLOCK_K), dtype=tl.float32)
-    for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    adapted = adapter >= 0
+    matrix_ptr = down_ptr + (adapter.to(tl.int64) * ROWS + row) * K
+    down = tl.load(matrix_ptr + k, mask=(k < K) & adapted, other=0.0)
+    scale_ptrs = scale_ptr + adapter * PARTS + row // RANK
+    scale = tl.load(scale_ptrs, mask=adapted, other=0.0)
+    wait_for_inputs(PDL, OVERLAP=False)
+    if adapted:
+        lane_ptr = x_ptr + lane.to(tl.int64) * x_stride
         x = tl.load(lane_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        down = tl.load(row_ptrs[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
-        sums += down.to(tl.float32) * x[None, :]
-    y = tl.sum(sums, axis=1)
-    if GROUPS > 0:
-        group = tl.arange(0, triton.next_power_of_2(GROUPS))
-        squares = tl.load(squares_ptr + group * lanes + lane, mask=group < GROUPS, other=0.0)
-        y *= 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / K + eps)
-    part = tl.minimum(row // RANK, PARTS - 1)
-    y *= tl.load(scale_ptr + adapter * PARTS + part)
-    tl.store(between_ptr + lane * ROWS + row, y, mask=row < ROWS)
+        y = tl.sum(down.to(tl.float32) * x, axis=0)
+        if GROUPS > 0:
+            group = tl.arange(0, triton.next_power_of_2(GROUPS))
+            squares = tl.load(squares_ptr + group * lanes + lane, mask=group < GROUPS, other=0.0)
+            y *= 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / K + eps)
+        tl.store(between_ptr + lane * ROWS + row, y * scale)
 
 
 @triton.jit
-def _expand_kernel(
+def _expand_lanes_kernel(
     between_ptr,
     slot_ptr,
     adapter_ptr,
@@ -163,20 +163,17 @@ def _expand_kernel(
     lane = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
+    start_next(PDL)
     part = tl.load(part_ptr + m, mask=m < M, other=0)
-    wait_for_inputs(PDL)
     adapter = adapter_of(slot_ptr, adapter_ptr, lane)
-    if adapter == -2:
-        return
-    delta_ptrs = delta_ptr + lane.to(tl.int64) * M + m
-    if adapter < 0:
-        # A constant -0.0 would become 0.0.
-        nothing = tl.full((BLOCK_M,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
-        tl.store(delta_ptrs, nothing, mask=m < M)
-        return
-    there = (m < M)[:, None] & (r < RANK)[None, :]
-    of_part = between_ptr + lane * (PARTS * RANK) + part * RANK
-    between = tl.load(of_part[:, None] + r[None, :], mask=there, other=0.0)
+    there = ((m < M) & (adapter >= 0))[:, None] & (r < RANK)[None, :]
     row_ptrs = up_ptr + (adapter.to(tl.int64) * M + m) * RANK
     up = tl.load(row_ptrs[:, None] + r[None, :], mask=there, other=0.0)
-    tl.store(delta_ptrs, tl.sum(up.to(tl.float32) * between, axis=1), mask=m < M)
+    wait_for_inputs(PDL, OVERLAP=False)
+    of_part = between_ptr + lane * (PARTS * RANK) + part * RANK
+    between = tl.load(of_part[:, None] + r[None, :], mask=there, other=0.0)
+    y = tl.sum(up.to(tl.float32) * between, axis=1)
+    # A constant -0.0 would become 0.0.
+    nothing = tl.full((BLOCK_M,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    delta_ptrs = delta_ptr + lane.to(tl.int64) * M + m
+    tl.store(delta_ptrs, tl.where(adapter >= 0, y, nothing), mask=(m < M) & (adapter != -2))

@@ -44,6 +44,9 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "experts in fp8": ("tiny-moe", {"quantize": "fp8"}),
     "log-probabilities": (DEMO, {"max_logprobs": 5, "prompt_logprobs": True}),
     "embeddings": (DEMO, {"prompt_embeds": True}),
+    "adapters": ("llama-1b", {"max_adapters": 2, "max_adapter_rank": 8}),
+    "adapters of one row": ("llama-1b", {"max_adapters": 2, "max_batch": 1, "buckets": (1,)}),
+    "adapters and drafts": ("tiny", {"max_adapters": 2, "speculative": NGram(k=3)}),
     "pictures": ("Qwen2VLForConditionalGeneration", {"prompt_embeds": True}),
 }
 
@@ -90,6 +93,13 @@ def _copy_kernel(slot_ptr, x_ptr, outputs, out_ptr, EARLY: tl.constexpr, PDL: tl
     tl.store(out_ptr, x)
 
 
+@triton.jit
+def _expand_lanes_kernel(slot_ptr, x_ptr, out_ptr, PDL: tl.constexpr):
+    """Named like one that starts the next launch before it waits."""
+    wait_for_inputs(PDL, OVERLAP=False)
+    tl.store(out_ptr, tl.load(x_ptr) + tl.load(slot_ptr))
+
+
 def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(4, dtype=dtype, device="meta")
 
@@ -103,8 +113,13 @@ def op(x: torch.Tensor, out: torch.Tensor, **other: Any) -> Op:
     return Op(_copy_kernel, (1,), {"x_ptr": x, "out_ptr": out, **given}, {}, pdl=given["PDL"])
 
 
+def starting_early(x: torch.Tensor, out: torch.Tensor) -> Op:
+    given = {"slot_ptr": tensor(torch.int32), "x_ptr": x, "out_ptr": out, "PDL": True}
+    return Op(_expand_lanes_kernel, (1,), given, {}, pdl=True)
+
+
 def test_planted_faults_are_found() -> None:
-    x, y, z = tensor(), tensor(), tensor()
+    x, y, z, w = tensor(), tensor(), tensor(), tensor()
     waiting = op(x, y)
     given = {name: value for name, value in waiting.arguments.items() if name != "PDL"}
     without_pdl = replace(waiting, arguments=given, pdl=False)
@@ -114,7 +129,11 @@ def test_planted_faults_are_found() -> None:
         ([made(y), op(x, y), op(x, y)], ["writes out_ptr, which nothing has read since"]),
         ([op(x, y), op(x, y)], []),
         ([made(y), op(x, z, outputs=Outputs(y)), op(y, z), op(x, y)], []),
-        ([op(x, y), op(y, z, EARLY=1)], ["reads x_ptr early, which the launch before writes"]),
+        ([op(x, y), op(y, z, EARLY=1)], ["reads x_ptr early, which a launch writes that may"]),
+        ([op(x, y), op(x, w), op(y, z, EARLY=1)], []),
+        ([op(x, y), starting_early(x, w), op(y, z, EARLY=1)], ["which a launch writes that may"]),
+        ([op(x, y), starting_early(x, w), op(w, z, EARLY=1)], ["which a launch writes that may"]),
+        ([op(x, y), starting_early(x, w), op(x, w), op(y, z, EARLY=1)], []),
         ([op(x, y), op(x, z), op(y, x, EARLY=1)], []),
         ([op(x, y, EARLY=2)], ["writes out_ptr before it waits"]),
         ([op(x, y, EARLY=2, PDL=False)], []),

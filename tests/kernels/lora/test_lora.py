@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from graphengine.kernels.lora.slots import LoraSlots
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,
+    global_loads,
     launches_handed_to,
     record_launch,
 )
@@ -41,6 +43,7 @@ DECODE = importlib.import_module("graphengine.kernels.lora.decode")
 CHUNK = importlib.import_module("graphengine.kernels.lora.chunk")
 LAUNCHES = importlib.import_module("graphengine.kernels.linear.launches")
 CHUNK_PACKED = importlib.import_module("graphengine.kernels.linear.prefill.packed_chunk")
+MATRICES = {"down_ptr", "scale_ptr", "up_ptr", "part_ptr"}
 EPS = 1e-5
 ADAPTERS = 3
 DOT = LinearPlan("dot", block_m=32, block_k=32, stages=2)
@@ -311,20 +314,27 @@ def test_sizes_must_fit(make_linear_case):
 
 @compiles
 def test_compiles_for_hopper(make_linear_case):
-    """Each of the four kernels waits once before it shows anything."""
+    """Each of the four kernels waits once before it shows anything; those of a decode step start
+    the next launch and load their matrices before.
+    """
     case = make_linear_case(2, 300, 512, torch.bfloat16, groups=8)
     slots = make_slots(300, 512, 16, 3, torch.bfloat16)
     adapter_S = adapters_by_slot(case.slot)
     launch = Launch(pdl=True)
     compiled: list[str] = []
 
-    def take(op: Any) -> None:
-        ptx, _ = compile_launch(op)
-        assert_waits_before_it_shows(ptx)
+    def take(op: Any, starts_early: bool) -> None:
+        ptx, names = compile_launch(op)
+        assert_waits_before_it_shows(ptx, starts_early=starts_early)
         compiled.append(op.name)
+        if starts_early:
+            loads = [each for each in global_loads(ptx, names) if each.argument in MATRICES]
+            assert loads and not any(each.after_wait for each in loads)
 
-    with launches_handed_to(take, DECODE):
+    with launches_handed_to(partial(take, starts_early=True), DECODE):
         lora_delta(case.call(eps=EPS, launch=launch), slots, adapter_S)
-    with launches_handed_to(take, CHUNK):
+    with launches_handed_to(partial(take, starts_early=False), CHUNK):
         chunk_delta(case.x, slots, adapter_S[:1], pdl=True)
-    assert compiled == ["_shrink_kernel", "_expand_kernel"] * 2
+    assert compiled == [
+        "_shrink_lanes_kernel", "_expand_lanes_kernel", "_shrink_kernel", "_expand_kernel"
+    ]  # fmt: skip

@@ -220,12 +220,15 @@ def _accesses(
             yield start, opcode, text, argument
 
 
-def assert_waits_before_it_shows(ptx: str) -> None:
-    """One wait, then one trigger, then all stores; and no exit before the wait."""
+def assert_waits_before_it_shows(ptx: str, *, starts_early: bool = False) -> None:
+    """One wait, then one trigger, then all stores; and no exit before the wait.
+
+    With `starts_early` the trigger is before the wait.
+    """
     assert ptx.count("griddepcontrol.wait") == 1
     assert ptx.count("griddepcontrol.launch_dependents") == 1
     before, after = ptx.split("griddepcontrol.wait")
-    assert "griddepcontrol.launch_dependents" in after
+    assert "griddepcontrol.launch_dependents" in (before if starts_early else after)
     for word in ("st.global", "atom.", "red.global", "ret;"):
         # Whole words: a copy goes to "shared.global".
         found = re.search(rf"\b{re.escape(word)}", before)

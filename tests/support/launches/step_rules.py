@@ -2,7 +2,8 @@
 
 memory   a launch reads nothing that the step has made and nobody has written; nothing is
          written twice without a reader between, so no two results share memory by mistake
-PDL      what a launch reads before it waits, the launch before does not write; it writes
+PDL      what a launch reads before it waits, no launch writes that may still run: the launch
+         before, and if that starts it early, the one before that as well, and so on. It writes
          nothing before it waits. In a decode graph every kernel can wait
 padding  in a decode graph every launch reads the slots of its lanes, or a list made from them
 """
@@ -30,6 +31,8 @@ from graphengine.program.graph_key import GraphKey
 
 # The only kernel that stores before it waits; `kernels/core/pdl.py` has the reason.
 STORES_EARLY = "_take_sums_kernel"
+# Those that start the next launch before they wait.
+START_EARLY = {STORES_EARLY, "_shrink_lanes_kernel", "_expand_lanes_kernel"}
 # What the next norm needs of a stream: each launch that adds to the stream writes it anew.
 _OF_STREAM = ("scaled", "squares")
 # Functions that make views, and read nothing.
@@ -142,7 +145,7 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
     if op.pdl:
         for name in early_reads & tensors.keys():
             if any(_overlap(tensors[name], each) for each in state.latest):
-                yield f"{op.name} reads {name} early, which the launch before writes"
+                yield f"{op.name} reads {name} early, which a launch writes that may still run"
         if early_writes and op.name != STORES_EARLY:
             yield f"{op.name} writes {', '.join(sorted(early_writes))} before it waits"
     if decode and "PDL" not in op.arguments:
@@ -159,8 +162,9 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
     lists = {name for name in reads & tensors.keys() if _storage(tensors[name]) in state.with_slots}
     if decode and not slots and not lists:
         yield f"{op.name} does not know which lanes are padded"
-    state.latest = [tensors[name] for name in writes & tensors.keys()]
-    for tensor in state.latest:
+    written = [tensors[name] for name in writes & tensors.keys()]
+    state.latest = written + (state.latest if op.name in START_EARLY else [])
+    for tensor in written:
         state.unread[_view(tensor)] = op.name
         state.written.add(_storage(tensor))
         if slots and tensor.dtype == torch.int32:
