@@ -347,6 +347,11 @@ class EngineConfig(EngineSizes):
         doc="""requests may ask for log-probabilities of their prompts; this takes prefill graphs of
         its own""",
     )
+    prompt_logprobs_out: bool = option(
+        False,
+        doc="""requests with `prompt_logprobs` may also have the log-probabilities of the whole
+        vocabulary, written to memory that `submit` gets as `prompt_logprobs_out`""",
+    )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
         doc="""logits that log-probabilities are computed from, unless a request says otherwise:
@@ -474,6 +479,8 @@ class EngineConfig(EngineSizes):
         self._check_adapters()
         if self.quantize_lm_head and self.quantize is None:
             raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")
+        if self.prompt_logprobs_out and not self.prompt_logprobs:
+            raise ValueError("prompt_logprobs_out=True is for an engine with prompt_logprobs=True")
         if self.prefill_cut is not None:
             self._keep_cut(self.prefill_cut)
         self._check_speculation()
@@ -563,6 +570,12 @@ class EngineConfig(EngineSizes):
 
     def _check_ranks(self) -> None:
         """ValueError for options that need several ranks, or that these ranks cannot serve."""
+        if self.prompt_logprobs_out and self.ranks > 1:
+            # The other ranks are processes that the caller's memory is not in.
+            raise ValueError(
+                f"prompt_logprobs_out=True is for an engine of one rank, not for "
+                f"{self.ranks_option}"
+            )
         if self.pipeline_parallel > 1:
             self._check_stages()
         if self.data_parallel > 1:

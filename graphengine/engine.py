@@ -219,6 +219,15 @@ class Engine:
         deadline_s  seconds from now: a step that begins later finishes the request in any phase,
                     with reason "deadline", and it keeps the tokens that were read
         adapter     name of a loaded LoRA adapter that its tokens go through; None: the base model
+        prompt_logprobs_out
+                    for a request with `prompt_logprobs`, in an engine opened with
+                    `prompt_logprobs_out`: a tensor of the caller's, float32 [tokens of the prompt,
+                    `model.lm_head.shape[0]`] on the engine's device with dense rows. Row i gets the
+                    log-probabilities of the whole vocabulary after token i, the log-softmax of the
+                    model's logits: the last row is that of the first new token. Nothing is copied.
+                    All rows are there with the request's first token, for work that is queued from
+                    then on. The request keeps the tensor alive, and so does the engine while a step
+                    may write it: also after a cancel or a deadline, until `busy` is False
 
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
         `QueueFull`, a RuntimeError, if `max_waiting` requests wait already.

@@ -229,6 +229,11 @@ class EngineOptions(TypedDict, total=False):
     own
     """
 
+    prompt_logprobs_out: bool
+    """requests with `prompt_logprobs` may also have the log-probabilities of the whole vocabulary,
+    written to memory that `submit` gets as `prompt_logprobs_out`
+    """
+
     logprobs_mode: LogprobsMode
     """logits that log-probabilities are computed from, unless a request says otherwise:
     "raw_logprobs" takes the model's, "processed_logprobs" those after penalties, bias and bans

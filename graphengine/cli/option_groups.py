@@ -81,6 +81,7 @@ ENGINE_GROUPS: Groups = {
     ),
     "What requests may ask for": (
         "prompt_logprobs",
+        "prompt_logprobs_out",
         "prompt_embeds",
         "record_routing",
         "logprobs_mode",

@@ -38,6 +38,7 @@ from graphengine.program.fields import (
     adapter_updates,
     draft_updates,
     host_updates,
+    prompt_rows_updates,
     ring_updates,
     rope_updates,
     seen_updates,
@@ -139,6 +140,7 @@ class EngineCore:
             prompts_only=drafter.needs.prompts_only,
             routed=runtime.model.weights.routed,
             embeds=_embeds_spec(config, memory, runtime),
+            device=runtime.caches[0][0].device,
             cancelled=self.delivery.cancelled,
             defaults=defaults,
         )
@@ -383,6 +385,8 @@ class EngineCore:
             updates |= ring_updates(slots, self.memory.rings, self.memory.table_blocks)
         if plan.slots_changed:
             updates |= runtime.load_routes(slots)
+        if self.config.prompt_logprobs_out:
+            updates |= prompt_rows_updates(plan)
         if self.intake.embeds is not None and self.intake.embeds.grids:
             updates |= rope_updates(plan, slots)
         if self.intake.embeds is not None and self.intake.embeds.images is not None:

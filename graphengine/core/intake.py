@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
+import torch
+from torch import Tensor
+
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.models.weights import RoutedExperts
@@ -23,6 +26,7 @@ from graphengine.requests.job import Job
 from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.requests.processing import (
     Processing,
+    check_prompt_rows,
     check_something_is_left,
     make_processing,
 )
@@ -43,11 +47,18 @@ class QueueOptions(TypedDict, total=False):
     priority: int
     deadline_s: float | None
     adapter: str | None
+    prompt_logprobs_out: Tensor | None
 
 
 def check_queue_options(method: str, options: QueueOptions) -> None:
     """TypeError for a keyword argument that `method` does not have."""
     check_names(method, options, QUEUE_OPTIONS)
+
+
+def check_one_prompt(requests: int, options: Mapping[str, Any]) -> None:
+    """ValueError if several requests would write their log-probabilities to one memory."""
+    if requests > 1 and options.get("prompt_logprobs_out") is not None:
+        raise ValueError(f"prompt_logprobs_out has room for one request, not for {requests}")
 
 
 def check_samples(n: object) -> None:
@@ -64,6 +75,7 @@ class Intake:
     prompts_only  whether every request has just one new token
     routed        the model's experts; None if it has none
     embeds        shape and dtype of embeddings in prompts; None: they are not allowed
+    device        the engine's, with its number
     cancelled     the list that requests add themselves to when they are cancelled
     defaults      sampling options of requests that have no parameters; None: the usual ones
 
@@ -84,6 +96,7 @@ class Intake:
         routed: RoutedExperts | None = None,
         embeds: EmbedsSpec | None = None,
         cancelled: list[Request],
+        device: torch.device,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -94,6 +107,7 @@ class Intake:
         self.adapters = Adapters(config.adapter_slots)
         self.weight_version = 0
         self._config = config
+        self._device = device
         self._max_seq_len = memory.max_seq_len
         self._vocab_size = vocab_size
         self._max_prompt = max_prompt
@@ -158,6 +172,7 @@ class Intake:
         priority: int = 0,
         deadline_s: float | None = None,
         adapter: str | None = None,
+        prompt_logprobs_out: Tensor | None = None,
     ) -> Request:
         """A request, not queued yet; ValueError for parameters that cannot be served.
 
@@ -178,6 +193,7 @@ class Intake:
             config=self._config,
         )
         check_something_is_left(params, processing, stops.ids)
+        self._check_prompt_rows(prompt_logprobs_out, len(prompt.ids), params)
         guide = self._guide(params, processing)
         given_routes = self._given_routes(params)
         self.made += 1
@@ -205,6 +221,7 @@ class Intake:
                 stream=self._stream(params, prompt.ids),
                 guide=guide,
                 forcible=params.forced_tokens,
+                prompt_rows=prompt_logprobs_out,
                 given_routes=given_routes,
                 routes=self._new_routes(),
                 scores=not params.room,
@@ -242,6 +259,7 @@ class Intake:
         Sample i has the first one's seed plus i, modulo 2**63.
         """
         check_samples(n)
+        check_one_prompt(n, options)
         requests = [
             self.request(prompt, params, callback, submitted=submitted, **options) for _ in range(n)
         ]
@@ -360,6 +378,18 @@ class Intake:
                 f"{len(job.tokens)} tokens, before min_tokens={job.min_tokens}"
             )
         job.forced = forced
+
+    def _check_prompt_rows(self, out: object, tokens: int, params: SamplingParams) -> None:
+        """ValueError for memory that a prompt's log-probabilities cannot be written to."""
+        if out is None:
+            return
+        if not self._config.prompt_logprobs_out:
+            raise ValueError(
+                "prompt_logprobs_out is for an engine that is opened with prompt_logprobs_out=True"
+            )
+        if params.prompt_logprobs is None:
+            raise ValueError("prompt_logprobs_out is for requests with prompt_logprobs, such as 0")
+        check_prompt_rows(out, tokens, self._vocabulary, self._device)
 
     def _given_routes(self, params: SamplingParams) -> Ids | None:
         """The ids of the experts that a request replays; None if it replays none. ValueError if

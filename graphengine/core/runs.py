@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Unpack, cast
 
 from graphengine.core.engine_core import EngineCore
-from graphengine.core.intake import QueueOptions
+from graphengine.core.intake import QueueOptions, check_one_prompt
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.options.checks import check_callable
 from graphengine.prompts import Prompt, is_batch
@@ -55,8 +55,9 @@ def generate(
         nonlocal done
         done += event.finish_reason is not None
 
-    read = [intake.prompt(*pair) for pair in zip(prompt_list, params, strict=True)]
     count = 1 if n is None else n
+    check_one_prompt(len(prompt_list) * count, options)
+    read = [intake.prompt(*pair) for pair in zip(prompt_list, params, strict=True)]
     made = [
         request
         for pair in zip(read, params, strict=True)

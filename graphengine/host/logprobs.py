@@ -22,6 +22,7 @@ from graphengine.requests.request import Request
 from graphengine.requests.result import Logprob, TokenLogprobs
 
 _NO_ID = 0xFFFF_FFFF
+_NO_TOKEN = -1
 
 
 Wanted = tuple[tuple[int, ...], int]
@@ -117,13 +118,18 @@ class Logprobs:
         assert self.prompts is not None and request.prompt_logprobs is not None
         first = chunk.start + 1
         following = request.prompt_token_ids[first : first + chunk.count]
-        # An embedding has no probability.
-        wanted = [((token,) if token >= 0 else (), top) for token in following]
+        rows = request.job.prompt_rows
+        if rows is not None and chunk.final:
+            following += (_NO_TOKEN,)
+        # An embedding has no probability. Something is published for its lane once its row has been
+        # written, also for the prompt's last lane.
+        wanted = [((token,) if token >= 0 or rows is not None else (), top) for token in following]
         logprobs = self.prompts.wait(sequence, wanted, **how)
         if logprobs is None:
             return None
-        for position, each in enumerate(logprobs, first):
-            (request.prompt_logprobs[position],) = each or (None,)
+        for position, (token, each) in enumerate(zip(following, logprobs, strict=True), first):
+            if token >= 0:
+                (request.prompt_logprobs[position],) = each or (None,)
         return found
 
 

@@ -41,6 +41,7 @@ from graphengine.program.fields import (
     ADAPTER_OF_CHUNK,
     ADAPTER_OF_SLOT,
     EMBEDS_FIELD,
+    PROMPT_ROWS,
     ROPE_ROWS,
     ROPE_SHIFT,
     SEEN_FIELD,
@@ -250,6 +251,7 @@ def _logits_step(config: EngineConfig, buffers: StaticBuffers, logprobs: Logprob
         None if logprobs.prompts is None else logprobs.prompts.tensor,
         top=config.max_logprobs,
         mode=config.logprobs_mode,
+        rows=buffers[PROMPT_ROWS] if config.prompt_logprobs_out else None,
     )
 
 

@@ -30,6 +30,7 @@ from graphengine.sampling_params import SAMPLER_FIELDS
 
 EMBEDS_FIELD = "prefill_embeds"
 ROPE_SHIFT, ROPE_ROWS = "rope_shift", "prefill_rope_rows"
+PROMPT_ROWS = "prefill_rows"
 SEEN_FIELD = "prefill_seen"
 ADAPTER_OF_SLOT, ADAPTER_OF_CHUNK = "adapter", "prefill_adapter"
 
@@ -165,6 +166,8 @@ def engine_fields(
     fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:
         fields.append(relaxed_field(sizes.slots))
+    if config.prompt_logprobs_out:
+        fields.append(_prompt_rows_field())
     if config.prompt_embeds:
         fields.append(_embeds_field(sizes, (1 + deepstack) * hidden_size))
     if grids:
@@ -185,6 +188,26 @@ def takes_grids(config: EngineConfig, model: ModelConfig) -> bool:
 def takes_images(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether prompts may have images of embeddings that see each other."""
     return config.prompt_embeds and model.bidirectional_images
+
+
+def _prompt_rows_field() -> Field:
+    """The caller's memory for log-probabilities of the whole vocabulary."""
+    return Field(
+        name=PROMPT_ROWS,
+        shape=(2,),
+        dtype=torch.int64,
+        owner="host",
+        pad=0,
+        meaning="address and row stride of the caller's memory for the chunk's logprobs",
+    )
+
+
+def prompt_rows_updates(plan: Plan) -> dict[str, Any]:
+    """The field of `_prompt_rows_field`, where a plan changes it."""
+    if plan.prefill is None:
+        return {}
+    rows = plan.prefill.request.job.prompt_rows
+    return {PROMPT_ROWS: [0, 0] if rows is None else [rows.data_ptr(), rows.stride(0)]}
 
 
 def _seen_field(sizes: FieldSizes) -> Field:

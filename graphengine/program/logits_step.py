@@ -28,6 +28,7 @@ from graphengine.kernels.logits.logprobs import (
     token_log_probabilities,
 )
 from graphengine.kernels.logits.logprobs_mailbox import publish_logprobs
+from graphengine.kernels.logits.prompt_rows import write_prompt_rows
 from graphengine.kernels.logits.sampled_logits import write_sampled_logits
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.step.noted import note_prompt, note_tokens
@@ -63,6 +64,8 @@ class LogitsStep:
     mailbox   receives log-probabilities, and `prompt_mailbox` those of prompts; both have room for
               the `top` most probable tokens
     mode      the engine's `logprobs_mode`: which logits are kept for log-probabilities
+    rows      int64 [2]: where a prompt's log-probabilities of the whole vocabulary go; None: no
+              request may ask for them
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class LogitsStep:
         *,
         top: int,
         mode: LogprobsMode,
+        rows: Tensor | None = None,
     ) -> None:
         def fields(names: tuple[str, ...]) -> list[Tensor]:
             return [buffers[_FIELDS.get(name, name)] for name in names]
@@ -84,6 +88,7 @@ class LogitsStep:
         self._prompt_wants = self._wants._replace(wanted=buffers["prompt_logprobs_wanted"])
         self._mailbox = mailbox
         self._prompt_mailbox = prompt_mailbox
+        self._rows = rows
         self._sequence = buffers["sequence"]
         self._top = top
         self._keep_raw = mode != "processed_logprobs"
@@ -91,6 +96,11 @@ class LogitsStep:
         self._sampling: SamplingTensors | None = None
         if mode == "sampled_logprobs":
             self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
+
+    @property
+    def writes_rows(self) -> bool:
+        """Whether a request may ask for a prompt's log-probabilities of the whole vocabulary."""
+        return self._rows is not None
 
     def note_prompt(self, chunk: PrefillLanes) -> None:
         """Note a prompt chunk, before its last lane's logits are processed."""
@@ -172,16 +182,23 @@ class LogitsStep:
         following: Tensor,
         final: Tensor,
     ) -> None:
-        """Publish the log-probabilities of `following`, int32 [T]: the token after each lane.
+        """Publish the log-probabilities of `following`, int32 [T]: the token after each lane, -1
+        for none.
 
         hidden  [T, H] after the final norm
         final   int32 [1]: not 0 where the last lane is the prompt's last token
+
+        Lanes without a token are left out, unless the whole vocabulary's log-probabilities may be
+        written: then what is published for every lane says that its row has been.
         """
         assert self._prompt_mailbox is not None, "an engine without prompt_logprobs"
         wants = self._prompt_wants
         lane = torch.arange(len(following), dtype=torch.int32, device=following.device)
         ends = (final != 0) & (lane == chunk.last)
-        count = ((chunk.slot >= 0) & ~ends).to(torch.int32)
+        live = chunk.slot >= 0
+        if self._rows is None:
+            live = live & ~ends
+        count = live.to(torch.int32)
         parts, epilogue = [], StoreLogits(cap=model.config.logits_cap)
         # One product takes at most MAX_LANES lanes, and there is room for as many.
         for start in range(0, len(following), MAX_LANES):
@@ -192,6 +209,8 @@ class LogitsStep:
             tokens = token_log_probabilities(
                 logits, following[part], count[part], slot, wants, ranked
             )
+            if self._rows is not None:
+                write_prompt_rows(logits, slot, chunk.position[part], ranked, self._rows)
             parts.append((*ranked, *tokens))
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         publish_logprobs(

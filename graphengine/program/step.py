@@ -272,7 +272,7 @@ class StepProgram:
             assert hidden is not None, f"{kind=}"
             next_tokens = following_tokens(chunk, buffers["prefill_next"])
             reported = chunk
-            if self.given is not None:
+            if self.given is not None and not self.logits_step.writes_rows:
                 # Where no token follows there is nothing to report.
                 followed = torch.where(next_tokens >= 0, chunk.slot, -1)
                 reported = chunk._replace(slot=followed)

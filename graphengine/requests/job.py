@@ -10,6 +10,8 @@ from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from graphengine.requests.adapters import LoadedAdapter
     from graphengine.requests.context import Context, HeldRing, KeptState, SharedPrompt
     from graphengine.requests.guided import Guide
@@ -82,6 +84,7 @@ class Job:
     placement    the resources allocated to it; None while it holds no slot
     halted       whether the device has ended it: no later launch feeds a token of it
     block_keys   keys of the prompt's blocks, for finding prefixes; None until they are made
+    prompt_rows  its caller's float32 [prompt_len, vocabulary], which gets log-probabilities
     given_routes ids [T, L, k] of experts that its tokens take; None: the router's choice
     scores       whether only its prompt is scored: the one token that its prefill samples is
                  dropped
@@ -114,6 +117,7 @@ class Job:
     placement: Placement | None = None
     halted: bool = False
     block_keys: list[bytes] | None = None
+    prompt_rows: Tensor | None = None
     given_routes: Ids | None = None
     scores: bool = False
     stream: TextStream | None = None

@@ -8,7 +8,7 @@ from dataclasses import fields
 from graphengine.config import EngineConfig
 from graphengine.sampling_params import SamplingParams
 
-QUEUE_OPTIONS = ("priority", "deadline_s", "adapter")
+QUEUE_OPTIONS = ("priority", "deadline_s", "adapter", "prompt_logprobs_out")
 """Options of a request in the queue; `Engine.submit` documents them."""
 
 _REQUEST = frozenset(field.name for field in fields(SamplingParams))

@@ -114,6 +114,27 @@ def make_processing(
     return Processing(flags=flags, values=values, mask=mask)
 
 
+def check_prompt_rows(out: object, tokens: int, vocabulary: int, device: torch.device) -> None:
+    """ValueError unless `out` is memory of `device` for a row of log-probabilities a token."""
+    wanted = f"float32 [{tokens}, {vocabulary}] on {device} with dense rows"
+    if not isinstance(out, torch.Tensor):
+        raise ValueError(f"prompt_logprobs_out={shown(out)} must be a tensor, {wanted}")
+    if out.shape != (tokens, vocabulary) or out.dtype != torch.float32 or out.device != device:
+        raise ValueError(
+            f"prompt_logprobs_out must be {wanted}, not {out.dtype} {list(out.shape)} on "
+            f"{out.device}"
+        )
+    if out.stride(1) != 1 or (tokens > 1 and out.stride(0) < vocabulary):
+        raise ValueError(
+            f"prompt_logprobs_out must be {wanted} that do not overlap, not with strides "
+            f"{out.stride()}"
+        )
+    if out.requires_grad:
+        raise ValueError(
+            "prompt_logprobs_out is written behind autograd's back: it must not require gradients"
+        )
+
+
 def _logprobs_source(params: SamplingParams, config: EngineConfig, *, changed: bool) -> int:
     """The value of `logprobs_raw`. ValueError for a mode that the engine does not serve.
 

@@ -318,6 +318,7 @@ def test_engine_defaults() -> None:
         "max_stop_sequence_tokens": 16,
         "max_logprobs": 20,
         "prompt_logprobs": False,
+        "prompt_logprobs_out": False,
         "logprobs_mode": "raw_logprobs",
         "sampling_defaults": "engine",
         "record_routing": False,

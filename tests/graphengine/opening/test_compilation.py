@@ -145,7 +145,7 @@ before = threading.enumerate()
 options = {
     "plain": {}, "one row": {"max_batch": 1, "row_family": "fma"}, "eagle": {"speculative": MTP(3)},
     "n-grams": {"speculative": NGram(3)},
-    "prompts": {"prompt_logprobs": True, "max_logprobs": 3},
+    "prompts": {"prompt_logprobs": True, "prompt_logprobs_out": True, "max_logprobs": 3},
 }[sys.argv[1]]
 with open_engine(device="cuda", dtype="bfloat16", **options) as engine:
     threads = [thread.name for thread in threading.enumerate() if thread not in before]

@@ -51,7 +51,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "hidden states": {"speculative": "hidden"},
     "a caller's drafts": {"speculative": UserProvided(k=3)},
     "n-grams": {"speculative": NGram(k=3)},
-    "embeddings": {"prompt_embeds": True, "prompt_logprobs": True, "max_logprobs": 4},
+    "embeddings": {
+        "prompt_embeds": True,
+        "prompt_logprobs": True,
+        "prompt_logprobs_out": True,
+        "max_logprobs": 4,
+    },
     "fp8": {"quantize": "fp8", "kv_dtype": "fp8", "activations": "fp8"},
 }
 

@@ -42,7 +42,10 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fp8": ("llama-1b", {"quantize": "fp8", "activations": "fp8", "kv_dtype": "fp8"}),
     "int4": ("llama-1b", {"quantize": "int4", "quantize_lm_head": True}),
     "experts in fp8": ("tiny-moe", {"quantize": "fp8"}),
-    "log-probabilities": (DEMO, {"max_logprobs": 5, "prompt_logprobs": True}),
+    "log-probabilities": (
+        DEMO,
+        {"max_logprobs": 5, "prompt_logprobs": True, "prompt_logprobs_out": True},
+    ),
     "embeddings": (DEMO, {"prompt_embeds": True}),
     "adapters": ("llama-1b", {"max_adapters": 2, "max_adapter_rank": 8}),
     "adapters of one row": ("llama-1b", {"max_adapters": 2, "max_batch": 1, "buckets": (1,)}),
