@@ -41,8 +41,8 @@ from graphengine.kernels.attention.triton.decode_triton import Partials, decode_
 from graphengine.kernels.attention.triton.decode_triton_lanes import Shape
 from graphengine.kernels.core.devices import H200, device_of
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_int32, check_lanes
-from graphengine.kernels.core.launching import Launch, launcher
+from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.launching import Launch, launcher, take_counters
 from graphengine.kernels.core.paged import (
     FP8_KV,
     check_cache,
@@ -170,14 +170,14 @@ def decode_attention(
     )
     _check_call(call)
     _check_rows(call, split_tokens, tokens_per_row)
-    arrivals = _checked_arrivals(launch, call)
     out = checked_output(out, (call.lanes, num_heads * call.head_dim), like=qkv_NX)
     if not use_triton(qkv_NX):
         return decode_attention_reference(**call._asdict(), out=out)
     attend = decode_gluon.attend if decode_gluon.takes(qkv_NX, kv, split_tokens) else _attend
+    needed = decode_attention_arrivals(call.lanes, num_heads=num_heads, num_kv_heads=num_kv_heads)
     attend(
         call,
-        arrivals,
+        take_counters(launch.arrivals, needed, f"decode attention of {call.lanes} lanes"),
         out,
         split_tokens=split_tokens,
         tokens_per_row=tokens_per_row,
@@ -391,18 +391,3 @@ def _check_rows(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> Non
             f"split_tokens={split_tokens}: lanes of a tree want splits of at most {TREE_SPLIT}"
         )
     check_tree_lanes(call.tree, lanes, None if tokens_per_row == 1 else tokens_per_row)
-
-
-def _checked_arrivals(launch: Launch, call: DecodeCall) -> torch.Tensor:
-    arrivals = launch.arrivals
-    needed = decode_attention_arrivals(
-        call.lanes, num_heads=call.num_heads, num_kv_heads=call.num_kv_heads
-    )
-    if arrivals is None:
-        raise ValueError(f"arrivals must be a dense vector of at least {needed}, not None")
-    check_int32(arrivals=arrivals)
-    if arrivals.dim() != 1 or arrivals.shape[0] < needed or not arrivals.is_contiguous():
-        raise ValueError(
-            f"arrivals must be a dense vector of at least {needed}, not {tuple(arrivals.shape)}"
-        )
-    return arrivals

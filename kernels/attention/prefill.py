@@ -45,7 +45,7 @@ from graphengine.kernels.attention.triton.prefill_triton import (
 from graphengine.kernels.core.devices import device_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes
-from graphengine.kernels.core.launching import ALONE, Launch, launcher
+from graphengine.kernels.core.launching import ALONE, Launch, launcher, take_counters
 from graphengine.kernels.core.paged import (
     check_cache,
     check_cache_dtype,
@@ -168,8 +168,6 @@ def paged_prefill_attention(
         softcap=softcap,
     )
     _check_call(call)
-    if launch.arrivals is not None:
-        _check_arrivals(launch.arrivals)
     lanes, heads, head_dim = q_NQD.shape
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     if not use_triton(q_NQD):
@@ -234,8 +232,9 @@ def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> 
     q, kv, splits = call.q_NQD, call.kv, cut.splits
     grid = (call.kv_heads, cut.row_tiles, splits * call.segments)
     shape = _shape(call, cut)
-    parts = None
+    parts = arrivals = None
     if splits > 1:
+        arrivals = take_counters(launch.arrivals, PREFILL_ARRIVALS, "attention of a chunk")
         size = math.prod(grid) * (shape.padded + 2) * cut.rows
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
     launched = (
@@ -255,7 +254,7 @@ def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> 
         call.sinks,
         out,
         parts,
-        launch.arrivals if splits > 1 else None,
+        arrivals,
         call.scale * math.log2(math.e),
         q.stride(0),
         kv.stride(0),
@@ -340,14 +339,6 @@ def _check_call(call: PrefillCall) -> None:
         if call.seen_P is not None:
             raise ValueError(f"seen_P of {call.segments} segments beside seen_N of each lane")
     check_lanes(call.segments + 1, query_start_P1=call.query_start_P1)
-
-
-def _check_arrivals(arrivals: torch.Tensor) -> None:
-    if arrivals.dtype != torch.int32 or arrivals.numel() < PREFILL_ARRIVALS:
-        raise ValueError(
-            f"arrivals must be int32 and {PREFILL_ARRIVALS} or more, not {arrivals.numel()} of "
-            f"{arrivals.dtype}"
-        )
 
 
 def _check_query(

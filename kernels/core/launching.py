@@ -54,6 +54,18 @@ ALONE = Launch()
 """Launches that overlap no other and need no counters."""
 
 
+def take_counters(arrivals: torch.Tensor | None, needed: int, what: object) -> torch.Tensor:
+    """The first `needed` of a launch's counters, so that its `Op` says how many it uses.
+
+    ValueError, which names `what` is launched, unless they are dense, int32 and as many.
+    """
+    fits = arrivals is not None and arrivals.dtype == torch.int32 and arrivals.is_contiguous()
+    if arrivals is None or not fits or arrivals.numel() < needed:
+        found = None if arrivals is None else f"{arrivals.dtype} {list(arrivals.shape)}"
+        raise ValueError(f"{what} wants {needed} dense int32 arrivals, not {found}")
+    return arrivals[:needed]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCompilation:
     """Counts of `compile_kernels`; a kernel that was already in memory is not counted.

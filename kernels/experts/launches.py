@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.launching import launcher, take_counters
 from graphengine.kernels.experts.experts_triton import (
     down_kernel,
     fma_down_kernel,
@@ -73,10 +73,8 @@ def launch_down(
     """
     weight, lanes = product.weight_EMK, product.lanes
     hidden = weight.shape[1]
-    wanted = lanes * triton.cdiv(hidden, plan.block_m)
-    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < wanted:
-        found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
-        raise ValueError(f"{lanes} lanes want {wanted} int32 arrivals, not {found}")
+    needed = lanes * triton.cdiv(hidden, plan.block_m)
+    arrivals = take_counters(arrivals, needed, f"down of {lanes} lanes")
     pairs = len(product.x)
     y = torch.empty((pairs, hidden), dtype=torch.float32, device=product.x.device)
     if takes(weight, product.x):

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_rows, check_vector
-from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.launching import launcher, take_counters
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.experts.experts_triton import load_rows, load_squares, multiply_rows
 from graphengine.kernels.experts.router import (
@@ -83,9 +83,7 @@ def route_product(
         return route_reference(
             logits, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
         )
-    if arrivals is None:
-        raise ValueError(f"a router of {lanes} lanes wants as many int32 arrivals, not None")
-    check_vector("arrivals", arrivals[:lanes], lanes, torch.int32)
+    arrivals = take_counters(arrivals, lanes, f"a router of {lanes} lanes")
     launcher(_route_product_kernel, (lanes, triton.cdiv(experts, _ROWS)))(
         x_NH,
         squares_TN,

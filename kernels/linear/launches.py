@@ -16,7 +16,7 @@ import triton
 
 from graphengine.kernels.comm.items import push_options
 from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
-from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.launching import launcher, take_counters
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.epilogues import Targets, takes_sums
@@ -209,10 +209,7 @@ def _split(call: LinearCall) -> tuple[int, torch.Tensor | None, torch.Tensor | N
     splits = min(plan.splits, triton.cdiv(call.x_NK.shape[1], plan.block_k))
     if splits == 1:
         return 1, None, None
-    needed = arrivals_needed(plan, call.rows)
-    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < needed:
-        found = None if arrivals is None else f"{arrivals.dtype} {list(arrivals.shape)}"
-        raise ValueError(f"{plan} wants {needed} int32 arrivals, not {found}")
+    arrivals = take_counters(arrivals, arrivals_needed(plan, call.rows), plan)
     rows = triton.cdiv(call.rows, plan.block_m) * plan.block_m
     partial = call.x_NK.new_empty((splits, call.lanes, rows), dtype=torch.float32)
     return splits, partial, arrivals

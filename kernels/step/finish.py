@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_int32, check_lanes
-from graphengine.kernels.core.launching import Launch, launcher
+from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.launching import Launch, launcher, take_counters
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
 from graphengine.kernels.sample.sampling import check_tiles
@@ -138,7 +138,7 @@ def verify_commit_publish(
         history_SP,
         tree,
     )
-    _check(call, launch)
+    _check(call)
     if not use_triton(best_NC):
         return verify_commit_publish_reference(**call._asdict())
     return _finish(call, launch)
@@ -175,7 +175,7 @@ class _Call(NamedTuple):
         return 0 if self.tree is None else self.tree.ancestor.shape[-1]
 
 
-def _check(call: _Call, launch: Launch) -> None:
+def _check(call: _Call) -> None:
     """ValueError for a shape or dtype that does not fit, and for options that exclude others."""
     slots = check_state(call.state)
     check_limits(call.limits, slots)
@@ -186,9 +186,6 @@ def _check(call: _Call, launch: Launch) -> None:
         raise ValueError(f"{total} lanes must be rows of {width}")
     check_tiles(call.best_NC, call.health_NC, total)
     check_mailbox(call.mailbox_items, total // width, width)
-    if launch.arrivals is None:
-        raise ValueError("arrivals must be int32, not None")
-    check_int32(arrivals=launch.arrivals)
     if call.relaxed_N is not None:
         check_lanes(total, relaxed=call.relaxed_N)
     if call.forced is not None and call.forced < 0:
@@ -243,7 +240,7 @@ def _finish(call: _Call, launch: Launch) -> FinishedStep:
         limits,
         draft,
         call.mailbox_items,
-        launch.arrivals,
+        take_counters(launch.arrivals, 1, f"the end of a step of {call.rows} rows"),
         *step[:3],
         history,
         sequences,

@@ -22,7 +22,7 @@ from triton.runtime._async_compile import active_mode
 
 from graphengine.kernels.core import launching
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.core.launching import compile_kernels, launcher
+from graphengine.kernels.core.launching import compile_kernels, launcher, take_counters
 from graphengine.kernels.core.triton_versions import OPTIONS
 from graphengine.kernels.norm_rope import activation
 from graphengine.kernels.norm_rope.activation import swiglu
@@ -413,3 +413,25 @@ def test_no_argument_has_a_name_that_triton_takes() -> None:
     assert taken_names(ast.parse(planted)) == ["kernel.params"]
     generated = inspect.getsource(triton.runtime.jit.create_function_from_signature)
     assert all(name in generated for name in TAKEN)
+
+
+@of_sources
+@pytest.mark.parametrize(
+    ("arrivals", "found"),
+    [
+        (None, "None"),
+        (torch.zeros(131, dtype=torch.int32), r"torch.int32 \[131\]"),
+        (torch.zeros(132), r"torch.float32 \[132\]"),
+        (torch.zeros(300, dtype=torch.int32)[::2], r"torch.int32 \[150\]"),
+    ],
+)
+def test_counters_that_do_not_fit_are_refused(arrivals: torch.Tensor | None, found: str) -> None:
+    with pytest.raises(ValueError, match=f"attention wants 132 dense int32 arrivals, not {found}"):
+        take_counters(arrivals, 132, "attention")
+
+
+@of_sources
+def test_counters_are_the_first_of_those_that_launches_share() -> None:
+    arrivals = torch.zeros(300, dtype=torch.int32)
+    taken = take_counters(arrivals, 132, "attention")
+    assert len(taken) == 132 and taken.data_ptr() == arrivals.data_ptr()

@@ -591,9 +591,9 @@ def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
     down = (a, case.down, case.slot, case.routes, stream, case.next_norm)
     for arrivals, found in (
         (None, "None"),
-        (torch.zeros(2, dtype=torch.int32), "2 of torch.int32"),
+        (torch.zeros(2, dtype=torch.int32), r"torch.int32 \[2\]"),
     ):
-        with pytest.raises(ValueError, match=f"3 lanes want 3 int32 arrivals, not {found}"):
+        with pytest.raises(ValueError, match=f"3 lanes wants 3 dense int32 arrivals, not {found}"):
             expert_residual(*down, plan=SMALL, arrivals=arrivals)
     enough = torch.zeros(6, dtype=torch.int32)
     with pytest.raises(ValueError, match="pairs in groups and packed weights want a dot plan"):

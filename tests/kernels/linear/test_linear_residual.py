@@ -371,9 +371,9 @@ def test_bad_operands_are_errors_with_numbers(changes, message):
 @pytest.mark.parametrize(
     "arrivals, message",
     [
-        (None, r"LinearPlan\(.*splits=2.* wants 6 int32 arrivals, not None"),
-        (torch.zeros(5).int(), r"wants 6 int32 arrivals, not torch.int32 \[5\]"),
-        (torch.zeros(6), r"wants 6 int32 arrivals, not torch.float32 \[6\]"),
+        (None, r"LinearPlan\(.*splits=2.* wants 6 dense int32 arrivals, not None"),
+        (torch.zeros(5).int(), r"wants 6 dense int32 arrivals, not torch.int32 \[5\]"),
+        (torch.zeros(6), r"wants 6 dense int32 arrivals, not torch.float32 \[6\]"),
     ],
 )
 def test_split_k_wants_counters(device, make_linear_case, arrivals, message):

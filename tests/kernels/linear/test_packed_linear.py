@@ -324,7 +324,7 @@ def test_split_k_wants_counters(monkeypatch):
     monkeypatch.setattr(LINEAR, "is_launched", lambda call: True)
     weight = pack(random_quantised("int4", 64, 256))
     x, slot = torch.zeros(2, 256, dtype=BF16), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="wants 4 int32 arrivals"):
+    with pytest.raises(ValueError, match="wants 4 dense int32 arrivals"):
         linear(LinearCall(x, weight, slot, plan=SPLIT), STORE)
 
 
