@@ -20,7 +20,7 @@ from graphengine.kernels.core.devices import H200, assumed
 from graphengine.opening.budget.footprint import trace_footprint
 from graphengine.opening.budget.memory import UNLIMITED, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
-from graphengine.opening.budget.workspace import Footprint
+from graphengine.opening.budget.workspace import UNLISTED, Footprint
 from graphengine.profiles.benchmark.engines import random_drafter, rounded_model
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.profiles.shape_configs import NAMES
@@ -38,7 +38,7 @@ def traced(shape: str, rows: int, max_seq_len: int) -> tuple[float, Footprint]:
         config,
         checkpoint_dtype=torch.bfloat16,
         drafter=drafter,
-        footprint=Footprint(0, 0, products=False),
+        footprint=UNLISTED,
         room=UNLIMITED,
     )
     started = time.perf_counter()

@@ -25,10 +25,10 @@ from torch.multiprocessing.spawn import spawn
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.call import MAX_LANES
-from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.plans import RowFamily, arrivals_needed
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.launches import Share
-from graphengine.models.linears import Linears, linear_arrivals
+from graphengine.models.linears import Linears
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.observe.environment import environment
@@ -111,7 +111,8 @@ def _products(
     family: RowFamily = "fma" if lanes == 1 else "dot"
     assert peers is not None, "these GPUs cannot map each other's memory"
     plans, _ = choose_plans(linears, DTYPE, family, stream.device)
-    counters = torch.zeros(linear_arrivals(linears, plans), dtype=torch.int32, device=stream.device)
+    needed = max(arrivals_needed(plans[name], linear.rows) for name, linear in linears.items())
+    counters = torch.zeros(needed, dtype=torch.int32, device=stream.device)
     launch = Launch(pdl=True, arrivals=counters)
     return product_times(peers, linears, plans, lanes, DTYPE, stream, launch)
 
@@ -130,7 +131,8 @@ def _sums(
 def _norms(group: ProcessGroup, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
     """Time chunks with residual and norm; also small ones, which two ranks do not split in use."""
     for count in CHUNKS:
-        split = group.pushed_stream(count, hidden, DTYPE)
+        assert group.pushes is not None, "these GPUs cannot map each other's memory"
+        split = group.pushes.pushed_stream(count, hidden, DTYPE)
         if split is None:
             continue
         part = torch.full((count, hidden), 1e-3, dtype=DTYPE, device=stream.device)

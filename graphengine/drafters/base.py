@@ -237,17 +237,6 @@ class Drafter(ABC):
         """Its own static fields."""
         return []
 
-    def arrivals_at_most(self, lanes: int) -> int:
-        """An upper bound of `arrivals`, before plans exist, for launches of this many lanes."""
-        return 0
-
-    def arrivals(self, rows: int, lanes: int) -> int:
-        """Counters that its kernels need, besides those of decode steps of these rows and lanes.
-
-        The engine asks this once the drafter is allocated.
-        """
-        return 0
-
     def bytes_read(self, step: StepSizes) -> int | None:
         """Bytes that the drafts of a step must read. None: with these weights it is not known.
 

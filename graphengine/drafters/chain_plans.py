@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.models.contract import NeedsArrivals, arrival_counters
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.plans.choosing import choose_plans
 
@@ -36,10 +35,3 @@ class ChainPlans(NamedTuple):
             return cls(first, first)
         later, _ = choose_plans(linears, dtype, chain_family, device)
         return cls(first, later)
-
-    def arrivals(self, config: NeedsArrivals, linears: Linears, *, widest: int, rows: int) -> int:
-        """Counters that both launches need: one of up to `widest` lanes, one of a lane a row."""
-        return max(
-            arrival_counters(config, linears, self.first, widest),
-            arrival_counters(config, linears, self.later, rows),
-        )

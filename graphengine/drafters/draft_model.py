@@ -33,7 +33,7 @@ from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
-from graphengine.models.contract import ModelConfig, ModelWeights, most_arrival_counters
+from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.launches import WHOLE, DecodeLaunch
 from graphengine.models.linears import stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
@@ -117,13 +117,6 @@ class DraftModelDrafter(Drafter):
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.config.allocate(device="meta", dtype=dtype).nbytes
-
-    def arrivals(self, rows: int, lanes: int) -> int:
-        config, widest = self.config, self.lanes_of(rows)
-        return self.plans.arrivals(config, config.linears, widest=widest, rows=rows)
-
-    def arrivals_at_most(self, lanes: int) -> int:
-        return most_arrival_counters(self.config, self.config.linears, lanes)
 
     def table_bytes(self, max_seq_len: int) -> int:
         return self.config.table_bytes(max_seq_len)

@@ -52,10 +52,6 @@ class StreamReaders(ABC):
         """Columns of fc's input."""
         return len(self.layers) * self.target_width
 
-    def arrivals(self, lanes: int) -> int:
-        """Arrival counters that attention uses."""
-        return self.attention.arrivals(lanes)
-
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads, for sequences of up to `tokens`."""
         return self.attention.split_tokens(family, dtype, tokens)

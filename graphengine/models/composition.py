@@ -17,7 +17,6 @@ from typing import Self
 
 import torch
 
-from graphengine.kernels.experts.experts import residual_arrivals
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_axes
@@ -267,14 +266,6 @@ class Composition(ABC):
             tuple(state for each in layer for state in states_of(each.block))
             for layer in self.layers
         )
-
-    def arrivals(self, lanes: int) -> int:
-        """Most arrival counters that attention (in decode or in a chunk) or experts use."""
-        counters, experts = attention_of(self).arrivals(lanes), experts_of(self)
-        if experts is None:
-            return counters
-        # The router uses one per lane, which is fewer.
-        return max(counters, residual_arrivals(experts.sharing * lanes, self.hidden_size))
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""

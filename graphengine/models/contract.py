@@ -35,10 +35,8 @@ from graphengine.models.launches import (
     PrefillLaunch,
 )
 from graphengine.models.linears import (
-    LinearPlans,
     Linears,
     WeightForms,
-    linear_arrivals,
     linear_name,
 )
 from graphengine.models.states import LayerStates, StateTensors
@@ -184,10 +182,6 @@ class ModelConfig(Protocol):
     @property
     def states(self) -> tuple[LayerStates, ...]:
         """What each layer keeps of a sequence."""
-        ...
-
-    def arrivals(self, lanes: int) -> int:
-        """Arrival counters that kernels other than linears need, for `lanes` decode lanes."""
         ...
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
@@ -363,29 +357,3 @@ class Model(Protocol):
         head  `lm_head`, or some of its rows
         """
         ...
-
-
-class NeedsArrivals(Protocol):
-    """The config of a model, or of a draft module's layers."""
-
-    def arrivals(self, lanes: int) -> int: ...
-
-
-def arrival_counters(
-    config: NeedsArrivals, linears: Linears, plans: LinearPlans, lanes: int
-) -> int:
-    """Arrival counters that a step's kernels share: the most that any of them uses.
-
-    linears  all of the step, including a draft module's own
-    """
-    return max(config.arrivals(lanes), linear_arrivals(linears, plans))
-
-
-# The fewest rows per program among plans that split.
-_LEAST_SPLIT_ROWS = 16
-
-
-def most_arrival_counters(config: NeedsArrivals, linears: Linears, lanes: int) -> int:
-    """The most that `arrival_counters` can be, whatever the plans."""
-    widest = max(linear.rows for linear in linears.values())
-    return max(config.arrivals(lanes), 2 * -(-widest // _LEAST_SPLIT_ROWS))

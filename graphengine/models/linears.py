@@ -18,7 +18,6 @@ from graphengine.kernels.linear.plans import (
     LinearKind,
     LinearPlan,
     RowFamily,
-    arrivals_needed,
     heuristic_plan,
     residual_groups,
 )
@@ -184,11 +183,6 @@ def in_formats(linears: Linears, formats: Mapping[str, Sequence[WeightFormat | N
         for name, linear in linears.items()
         for weight in dict.fromkeys(formats[name])
     }
-
-
-def linear_arrivals(linears: Linears, plans: LinearPlans) -> int:
-    """Arrival counters of a step: the most that any linear uses, as they share them."""
-    return max(arrivals_needed(plans[name], linear.rows) for name, linear in linears.items())
 
 
 def stream_groups(linears: Linears, plans: LinearPlans) -> int:

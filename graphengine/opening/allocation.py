@@ -26,7 +26,7 @@ from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.swap import copy_blocks
 from graphengine.models.adapters.table import AdapterTable, LaneAdapters
-from graphengine.models.contract import Model, arrival_counters
+from graphengine.models.contract import Model
 from graphengine.models.launches import WHOLE, DecodeLaunch, RankGroup
 from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.choosing import PlanOrigins, choose_plans
@@ -105,7 +105,7 @@ def allocate(
     plans, plan_sources = choose_plans(
         model.config.linears, memory.dtype, config.family, memory.device
     )
-    buffers = _new_buffers(model, memory, config, drafter, plans)
+    buffers = _new_buffers(model, memory, config, drafter)
     held = new_records(config, memory, records)
     target, own = _new_caches(model, memory, drafter)
     states = _new_states(model, memory, buffers, target[0])
@@ -269,11 +269,7 @@ def _rope_rows(model: Model, buffers: StaticBuffers) -> RopeRows:
 
 
 def _new_buffers(
-    model: Model,
-    memory: MemoryPlan,
-    config: EngineConfig,
-    drafter: Drafter,
-    plans: LinearPlans,
+    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter
 ) -> StaticBuffers:
     prefill_tokens = memory.prefill_ladder.sizes[-1]
     if config.relaxed_acceptance is not None:
@@ -292,12 +288,7 @@ def _new_buffers(
         deepstack=model.config.deepstack,
         # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
-        # A field has at least one lane, even if no kernel counts arrivals.
-        arrivals=max(
-            1,
-            arrival_counters(model.config, model.config.linears, plans, config.lanes),
-            drafter.arrivals(config.max_batch, config.lanes),
-        ),
+        arrivals=memory.counters,
     )
     buffers = StaticBuffers(fields, memory.device, staging_blocks=config.staging_blocks)
     log.debug("static buffers\n%s", buffers.describe())

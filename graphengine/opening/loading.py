@@ -30,7 +30,7 @@ from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
-from graphengine.models.splitting.stages import of_stage, place_of_rank, stage_of_rank
+from graphengine.models.splitting.stages import Place, of_stage, place_of_rank, stage_of_rank
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
 from graphengine.opening.adapters import adapter_sizes
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Found(NamedTuple):
     """A checkpoint's contents, and the model made from them, before anything is allocated.
 
-    share        this rank's share of each layer; `model` has its sizes
+    place        where this rank is; `model` has its share of each layer of its stage
     whole        the model with all layers, not split
     split        the model with this share of all layers
     whole_stage  the layers of `model`, not split: only some layers in a pipeline
@@ -55,7 +55,7 @@ class Found(NamedTuple):
     """
 
     checkpoint: Checkpoint
-    share: Share
+    place: Place
     whole: ModelConfig
     split: ModelConfig
     whole_stage: ModelConfig
@@ -112,7 +112,7 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     calibration = calibration_ids(config, model, tokenizer)
     found = Found(
         checkpoint=checkpoint,
-        share=place.shard,
+        place=Place(place.shard, WHOLE),
         whole=whole,
         split=model,
         whole_stage=whole,
@@ -149,7 +149,8 @@ def found_of_stage(found: Found, pipe: Share) -> Found:
         for each in (found.whole, found.split)
     )
     drafter = RemoteDrafter(found.drafter) if early else found.drafter
-    return found._replace(whole_stage=whole, model=model, drafter=drafter)
+    place = found.place._replace(pipe=pipe)
+    return found._replace(place=place, whole_stage=whole, model=model, drafter=drafter)
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
@@ -161,6 +162,7 @@ def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
         drafter=found.drafter,
         calibration_tokens=len(found.calibration),
         adapters=found.adapters,
+        place=found.place,
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
     return memory
@@ -176,7 +178,8 @@ def load_checkpoint(
 
     With several ranks, the caller has all of them `calibrate` together afterwards.
     """
-    checkpoint, share, whole, model_config = found.checkpoint, found.share, found.whole, found.model
+    checkpoint, whole, model_config = found.checkpoint, found.whole, found.model
+    share = found.place.shard
     drafter, tokenizer, eos_ids, ids = (
         found.drafter,
         found.tokenizer,

@@ -61,6 +61,16 @@ class StageLink:
         for stage in range(stages - 1):
             self.send_to(stage, tensor)
 
+    def receive_count(self, device: torch.device) -> int:
+        """A number from the previous stage, read from the device; errors as in `receive`."""
+        count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.receive(count)
+        return int(count)
+
+    def send_count(self, count: int, device: torch.device) -> None:
+        """Send a number to the next stage; errors as in `send`."""
+        self.send(torch.tensor([count], device=device))
+
     def receive_from(self, stage: int, tensor: Tensor) -> None:
         """Receive a tensor from this stage; it has the shape and dtype of `tensor`."""
         with self._explained(f"what stage {stage} sends", tensor):

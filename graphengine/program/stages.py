@@ -49,6 +49,14 @@ class StageGroup(Protocol):
         """On the last stage, send this to all others; on the others, wait for it."""
         ...
 
+    def receive_count(self, device: torch.device, /) -> int:
+        """Wait for a number that the previous stage sends; not in a captured step."""
+        ...
+
+    def send_count(self, count: int, device: torch.device, /) -> None:
+        """Send a number to the next stage, as its `receive_count` expects."""
+        ...
+
 
 class StepFlow:
     """The stream of a model without pipeline stages: nothing comes from elsewhere."""
@@ -112,18 +120,11 @@ class StageFlow(StepFlow):
             return residual
         self._group.receive(residual.x)
         if not self._groups:
-            self._groups = self._count_of_groups(residual.x.device)
+            # Once, in the very first step, which is not in a graph.
+            self._groups = self._group.receive_count(residual.x.device)
         torch.mul(residual.x, norm_H, out=residual.scaled)
         squares = sums_of_squares(residual.x, self._groups)
         return residual._replace(squares=squares.contiguous())
-
-    def _count_of_groups(self, device: torch.device) -> int:
-        """The previous stage's count of groups; received once, in the very first step, which is
-        not in a graph.
-        """
-        count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._group.receive(count)
-        return int(count)
 
     def arrive_chunk(self, chunk: PrefillLanes) -> Tensor | None:
         if self._first:
@@ -137,8 +138,7 @@ class StageFlow(StepFlow):
         """Pass on a decode step's stream, which is not changed afterwards."""
         self._group.send(residual.x)
         if not self._told:
-            count = torch.tensor([len(residual.squares)], device=residual.x.device)
-            self._group.send(count)
+            self._group.send_count(len(residual.squares), residual.x.device)
             self._told = True
 
     def leave_chunk(self, stream_TH: Tensor) -> None:

@@ -59,6 +59,12 @@ class Op:
         return 32 * warps
 
     @property
+    def counters(self) -> int:
+        """How many arrival counters the launch uses."""
+        arrivals = self.arguments.get("arrivals_ptr")
+        return 0 if arrivals is None else int(arrivals.numel())
+
+    @property
     def accesses(self) -> Accesses:
         """Which arguments the launch may read and write, by the names of `tensors`."""
         return accesses_of(self.kernel, self.arguments)

@@ -29,7 +29,9 @@ from graphengine.models.checkpoints.random_values import SEED
 from graphengine.models.checkpoints.stored import with_state_dtype
 from graphengine.models.checkpoints.tensor_files import Ordered
 from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.forms import rounded_forms
+from graphengine.models.splitting.stages import ALONE, Place
 from graphengine.observe.tracing import span
 from graphengine.opening.budget.footprint import plan_with_footprint
 from graphengine.opening.calibration import calibrate, calibration_ids
@@ -136,6 +138,7 @@ def _random_engine(
         checkpoint_dtype=torch.bfloat16,
         drafter=drafter,
         calibration_tokens=len(ids),
+        place=Place(Share(0, config.tensor_parallel), WHOLE) if lone_rank else ALONE,
     )
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)

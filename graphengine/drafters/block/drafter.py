@@ -39,7 +39,7 @@ from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.finding import DEMO
-from graphengine.models.contract import ModelConfig, arrival_counters, most_arrival_counters
+from graphengine.models.contract import ModelConfig
 from graphengine.models.launches import (
     WHOLE,
     DecodeLaunch,
@@ -129,12 +129,6 @@ class BlockDrafter(Drafter):
                 replicated=False,
             )
         ]
-
-    def arrivals(self, rows: int, lanes: int) -> int:
-        return arrival_counters(self.config, self._linears, self.plans, lanes)
-
-    def arrivals_at_most(self, lanes: int) -> int:
-        return most_arrival_counters(self.config, self._linears, lanes)
 
     def allocate(
         self,

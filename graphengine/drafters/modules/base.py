@@ -35,7 +35,6 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.contract import most_arrival_counters
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.states import LayerStates
@@ -56,10 +55,6 @@ class ModulesConfig(Protocol):
     @property
     def output_eps(self) -> float:
         """The epsilon of each module's final norm."""
-        ...
-
-    def arrivals(self, lanes: int) -> int:
-        """Counters that a module's attention uses, as a model's does."""
         ...
 
 
@@ -303,14 +298,6 @@ class ModuleDrafter(Drafter):
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         return self.modules.fields(sizes, sizes.slots * (1 + self.length))
-
-    def arrivals(self, rows: int, lanes: int) -> int:
-        widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
-        modules = self.modules
-        return self.plans.arrivals(modules.config, modules.linears, widest=widest, rows=rows)
-
-    def arrivals_at_most(self, lanes: int) -> int:
-        return most_arrival_counters(self.modules.config, self.modules.linears, lanes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._opened = opened = self.modules.open(setting, cache, self.plans.first)

@@ -233,10 +233,6 @@ class MtpConfig:
         of_heads = sum(2 * each.head_dim for each in attending if each.qk_norm)
         return 4 * (5 * self.modules * decoder.hidden_size + of_heads)
 
-    def arrivals(self, lanes: int) -> int:
-        """Arrival counters that a module's attention uses."""
-        return self.decoder.arrivals(lanes)
-
     def linears(self, draft_vocab_size: int | None = None) -> Linears:
         """Linears of one run of a module: its projection, its layer's linears, and lm_head.
 

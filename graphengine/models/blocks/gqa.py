@@ -13,12 +13,10 @@ from torch import Tensor
 
 from graphengine.kernels.attention.decode import (
     decode_attention,
-    decode_attention_arrivals,
     decode_attention_workspace_bytes,
 )
 from graphengine.kernels.attention.head_gate import gate_heads
 from graphengine.kernels.attention.prefill import (
-    PREFILL_ARRIVALS,
     paged_prefill_attention,
     prefill_attention_workspace_bytes,
 )
@@ -177,13 +175,6 @@ class GroupedQueryAttention:
         if not self.gated:
             return 0
         return max(self.projected_size + self.q_size, self.qkv_size + self.hidden_size)
-
-    def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, for this many decode lanes and for a chunk."""
-        decode = decode_attention_arrivals(
-            lanes, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
-        )
-        return max(PREFILL_ARRIVALS, decode)
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads, in sequences of up to `tokens`."""

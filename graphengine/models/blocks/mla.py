@@ -130,10 +130,6 @@ class LatentAttention:
         """Values of a lane in `PrefillScratch`."""
         return self.projected_width + self.num_heads * (self.entry + self.kv_rank)
 
-    def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses: none."""
-        return 0
-
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of attention reads at a time."""
         return LATENT_TILE

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine.models.contract import LayerSpan, ModelConfig
-from graphengine.models.launches import Share
+from graphengine.models.launches import WHOLE, Share
 from graphengine.models.states import paged_states
 
 # The dtype in which layers are weighed; packed weights are as large whatever the model's dtype.
@@ -29,6 +29,10 @@ class Place(NamedTuple):
 
     shard: Share
     pipe: Share
+
+
+ALONE = Place(WHOLE, WHOLE)
+"""The place of the only rank."""
 
 
 def place_of_rank(share: Share, stages: int) -> Place:

@@ -25,10 +25,11 @@ from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.models.adapters.table import AdapterSizes
 from graphengine.models.contract import ModelConfig
 from graphengine.models.repeats import Moved, repeats_told
+from graphengine.models.splitting.stages import ALONE, Place
 from graphengine.opening.budget.memory import UNLIMITED, MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.budget.torch_results import known_result
-from graphengine.opening.budget.workspace import Footprint
+from graphengine.opening.budget.workspace import UNLISTED, Footprint
 from graphengine.program.graph_key import GraphKey
 
 # A product of the BLAS may take two: one for parts of K, and one that adds them up.
@@ -48,10 +49,12 @@ def plan_with_footprint(
     drafter: Drafter,
     calibration_tokens: int = 0,
     adapters: AdapterSizes | None = None,
+    place: Place = ALONE,
 ) -> MemoryPlan:
-    """`plan_memory` with what the steps take; where there is not one GPU, with its estimates.
+    """`plan_memory` with what the steps take; on a CPU, with its estimates.
 
-    The drafter must be allocated afterwards, as for `sketch_steps`.
+    `model` and `drafter` are those of the rank at `place`. The drafter must be allocated
+    afterwards, as for `sketch_steps`.
     """
     plan = partial(
         plan_memory,
@@ -64,11 +67,11 @@ def plan_with_footprint(
     )
     device = torch.device(config.device)
     gpu = device_of(device)
-    if device.type == "cpu" or gpu is None or config.ranks > 1:
+    if device.type == "cpu" or gpu is None:
         return plan()
-    sizes = plan(footprint=Footprint(0, 0, products=False), room=UNLIMITED)
+    sizes = plan(footprint=UNLISTED, room=UNLIMITED)
     with assumed(gpu):
-        steps = sketch_steps(model, sizes, config, drafter)
+        steps = sketch_steps(model, sizes, config, drafter, place)
         return plan(footprint=trace_footprint(steps))
 
 
@@ -91,6 +94,7 @@ def trace_footprint(steps: Mapping[GraphKey, Callable[[], object]]) -> Footprint
     return Footprint(
         workspace=max(each.workspace for each in found.values()),
         nodes=sum(each.nodes * counts[kind] for kind, each in found.items()),
+        counters=max(each.counters for each in found.values()),
         products=any(each.products for each in found.values()),
     )
 
@@ -105,12 +109,13 @@ class _Call(NamedTuple):
 class _Watch(TorchFunctionMode):
     """Counts the nodes that a step would have, and the bytes of all tensors that exist at once.
 
-    most  the most bytes so far
+    most      the most bytes so far
+    counters  the most arrival counters of a launch so far
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.nodes, self.most, self.products = 0, 0, False
+        self.nodes, self.most, self.counters, self.products = 0, 0, 0, False
         self._living: dict[int, tuple[Any, int]] = {}
         self._total = 0
         # When each current call began: most bytes so far, bytes then, and nodes.
@@ -118,15 +123,16 @@ class _Watch(TorchFunctionMode):
 
     def watched(self, step: Callable[[], object]) -> Footprint:
         """What a step takes."""
-        self.nodes, self.most, self.products = 0, 0, False
+        self.nodes, self.most, self.counters, self.products = 0, 0, 0, False
         self._living.clear()
         self._total = 0
         with ops_handed_to(self.launched), self:
             step()
-        return Footprint(self.most, self.nodes, self.products)
+        return Footprint(self.most, self.nodes, self.counters, self.products)
 
     def launched(self, op: Op) -> None:
         self.nodes += 1
+        self.counters = max(self.counters, op.counters)
 
     def begin(self) -> None:
         """A call begins that others may repeat."""

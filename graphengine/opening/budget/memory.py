@@ -23,15 +23,20 @@ from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.cache_budget import BlockBytes, Room, add_caches
 from graphengine.opening.budget.host_memory import available_host_bytes
 from graphengine.opening.budget.state_budget import add_state
-from graphengine.opening.budget.workspace import Footprint, graph_bytes, workspace_bytes
+from graphengine.opening.budget.workspace import (
+    Footprint,
+    exchanged_bytes,
+    most_groups,
+    workspace_bytes,
+)
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.inventory import LinkShape, graph_keys, window_rings
 from graphengine.program.graph_key import GraphKey
 
 # Channels and buffers of NCCL for a group on one host, rounded up.
 _NCCL_BYTES = 512 * 2**20
-# Least number of columns whose squares one program sums, in a product of several lanes.
-_LEAST_SUMMED = 16
+# Arrival counters on a CPU, whose references use none: enough to list what a GPU would launch.
+_COUNTERS_OF_CPU = 2**18
 
 UNLIMITED = Room(2**62, 2**62)
 """More memory than any machine has: for the sizes of an engine that need not fit."""
@@ -62,6 +67,7 @@ class MemoryPlan:
                    step, in float32; stages push none. 0 with one rank
     summed_words   words of the largest part of a chunk that ranks on GPUs sum by pushes; 0: none
     adapters       how many adapters there are slots for, and of which sizes; None: there are none
+    counters       arrival counters that the launches of a step share
     """
 
     device: torch.device
@@ -89,6 +95,7 @@ class MemoryPlan:
     push_units: int = 0
     summed_words: int = 0
     adapters: AdapterSizes | None = None
+    counters: int = 1
 
     @property
     def tokens_per_step(self) -> int:
@@ -164,7 +171,8 @@ def plan_memory(
     checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
     calibration_tokens  tokens of `kv_calibration`: their KV is in `dtype`, and freed before the
                         caches are allocated, so the budget has a line for what it takes beyond them
-    footprint           what the steps take besides; None: it is estimated from the model's sizes
+    footprint           what the steps take besides; None, on a CPU alone: it is estimated from the
+                        model's sizes
     room                the memory that may be planned; None: what is free now
     adapters            how many adapters there are slots for; None: none
     """
@@ -199,12 +207,13 @@ def _plan(
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
     _add_weights(budget, shape)
     _add_adapters(budget, shape, adapters)
-    load_bytes = add_state(budget, shape)
+    # A field has at least one element, even if no launch counts arrivals.
+    counters = _COUNTERS_OF_CPU if footprint is None else max(1, footprint.counters)
+    load_bytes = add_state(budget, shape, counters)
     state_bytes = _add_kept_states(budget, shape)
     _add_drafter(budget, shape)
     units, summed = _add_ranks(budget, shape, load_bytes)
-    workspace = workspace_bytes(shape) if footprint is None else footprint.pool_bytes
-    budget.add("workspace (estimate)", workspace, shape.where)
+    budget.add("workspace (estimate)", _workspace_bytes(shape, footprint), shape.where)
     graphs = _add_graphs(budget, shape, footprint)
     blocks = add_caches(budget, shape, block, room, calibration_tokens)
     _add_routes(budget, shape, blocks.pool)
@@ -235,7 +244,19 @@ def _plan(
         push_units=units,
         summed_words=summed,
         adapters=adapters,
+        counters=counters,
     )
+
+
+def _workspace_bytes(shape: EngineShape, footprint: Footprint | None) -> int:
+    """Bytes of a step's intermediates.
+
+    In the list of launches ranks push their parts. Whether they can is known only once they have
+    met, so there is room for parts that are gathered instead.
+    """
+    if footprint is None:
+        return workspace_bytes(shape)
+    return footprint.pool_bytes + exchanged_bytes(shape)
 
 
 def _room(shape: EngineShape) -> Room:
@@ -319,7 +340,7 @@ def _push_units(shape: EngineShape) -> int:
 
 def _units_of_lanes(hidden: int, dtype: torch.dtype, chosen: int) -> int:
     """Units in which all ranks receive a rank's lanes of a decode step, with their experts."""
-    return lane_units(MAX_LANES, hidden, dtype, chosen, -(-hidden // _LEAST_SUMMED))
+    return lane_units(MAX_LANES, hidden, dtype, chosen, most_groups(hidden))
 
 
 def _add_graphs(
@@ -332,9 +353,7 @@ def _add_graphs(
         shape.prefill_ladder,
         shape.config.draft_lengths,
     )
-    size = footprint and footprint.graph_bytes
-    if size is None:
-        size = graph_bytes(shape.model, graphs, shape.device)
+    size = 0 if footprint is None else footprint.graph_bytes
     budget.add("graphs (estimate)", size, shape.where)
     return graphs
 

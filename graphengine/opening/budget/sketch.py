@@ -10,24 +10,36 @@ from copy import copy
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
+from graphengine.kernels.comm.layout import PeerLayout, PeerTensors
+from graphengine.kernels.core.devices import overlaps_launches
 from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import Share
+from graphengine.models.splitting.pushes import Pushes
+from graphengine.models.splitting.stages import ALONE, Place, stage_of_rank
 from graphengine.opening.allocation import allocate, graph_steps
 from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.workspace import most_groups
 from graphengine.program.graph_key import GraphKey
 
 _META = torch.device("meta")
 
 
 def sketch_steps(
-    model: ModelConfig, memory: MemoryPlan, config: EngineConfig, drafter: Drafter
+    model: ModelConfig,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    place: Place = ALONE,
 ) -> Mapping[GraphKey, Callable[[], object]]:
-    """The step of every graph that an engine with this plan has, over tensors of the meta device.
+    """The step of every graph that a rank with this plan has, over tensors of the meta device.
 
     Call it, and run the steps, inside `assumed`: they launch what that GPU would be given, with its
-    plans. It is for an engine of one rank.
+    plans. Ranks push their parts, as on GPUs that map each other's memory. `model` and `drafter`
+    are the rank's at `place`.
     """
     # Opening a drafter changes it.
     drafter = copy(drafter)
@@ -35,4 +47,40 @@ def sketch_steps(
     weights = model.allocate(device="meta", dtype=memory.dtype)
     drafter.allocate(_META, memory.dtype, config.family, config.chain_family)
     opened = weights.open(max_seq_len=memory.max_seq_len)
-    return graph_steps(allocate(opened, sizes, config, drafter).program, sizes)
+    pdl = config.pdl and overlaps_launches(_META)
+    group = _pushes(place.shard, memory, pdl=pdl) if place.shard.ranks > 1 else None
+    stages = _Stages(place.pipe, model.hidden_size) if place.pipe.ranks > 1 else None
+    return graph_steps(allocate(opened, sizes, config, drafter, group, stages).program, sizes)
+
+
+def _pushes(share: Share, memory: MemoryPlan, *, pdl: bool) -> Pushes:
+    """The other ranks, over memory of them all that does not exist."""
+    layout = PeerLayout.of(share.ranks, memory.push_units, memory.summed_words)
+    words = torch.empty(layout.nbytes // 4, dtype=torch.int32, device=_META)
+    return Pushes(PeerTensors.over(share.rank, layout, words, [0] * share.ranks), pdl=pdl)
+
+
+class _Stages:
+    """A `StageGroup` without other stages: what would be sent or received takes a call of torch."""
+
+    def __init__(self, pipe: Share, hidden: int) -> None:
+        self.share, self._hidden = stage_of_rank(pipe), hidden
+
+    def receive(self, tensor: Tensor) -> None:
+        tensor.zero_()
+
+    def send(self, tensor: Tensor) -> None:
+        tensor.clone()
+
+    def spread(self, tensor: Tensor) -> None:
+        rank, stages = self.share
+        if rank < stages - 1:
+            return self.receive(tensor)
+        for _ in range(stages - 1):
+            self.send(tensor)
+
+    def receive_count(self, device: torch.device) -> int:
+        return most_groups(self._hidden)
+
+    def send_count(self, count: int, device: torch.device) -> None:
+        pass

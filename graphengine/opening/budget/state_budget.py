@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphengine.buckets import Field, MemoryBudget, buffer_bytes, field_groups
-from graphengine.models.contract import most_arrival_counters
 from graphengine.models.states import kv_scale_bytes
 from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
@@ -14,12 +13,14 @@ from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids,
 from graphengine.requests.processing import processing_fields
 
 
-def add_state(budget: MemoryBudget, shape: EngineShape) -> int:
+def add_state(budget: MemoryBudget, shape: EngineShape, counters: int) -> int:
     """Add what `allocate` makes besides weights and caches, sized for the longest possible swap.
+
+    counters  arrival counters that the launches of a step share
 
     Returns the bytes of the largest copy of host-owned fields.
     """
-    fields = _most_fields(shape)
+    fields = _most_fields(shape, counters)
     _add_fields(budget, shape, fields)
     # Each group is an allocation; its image is in pageable memory.
     groups = [buffer_bytes(group)[1] for group in field_groups(fields)]
@@ -29,17 +30,12 @@ def add_state(budget: MemoryBudget, shape: EngineShape) -> int:
     return max(groups)
 
 
-def _most_fields(shape: EngineShape) -> list[Field]:
-    """Every static field, for the longest possible swap and the most counters of any plan."""
+def _most_fields(shape: EngineShape, counters: int) -> list[Field]:
+    """Every static field, for the longest possible swap."""
     config, model, drafter = shape.config, shape.model, shape.drafter
     swap_pairs = config.max_batch * shape.table_blocks
     if config.swap_blocks is not None:
         swap_pairs = max(1, min(swap_pairs, config.swap_blocks))
-    lanes = max(config.lanes, 2 * config.max_batch)
-    widest = max(lanes, config.max_batch * drafter.needs.lanes_of_row)
-    arrivals = max(
-        most_arrival_counters(model, model.linears, lanes), drafter.arrivals_at_most(widest)
-    )
     return engine_fields(
         config,
         drafter,
@@ -50,7 +46,7 @@ def _most_fields(shape: EngineShape) -> list[Field]:
         table_blocks=shape.table_blocks,
         rings=shape.rings,
         swap_pairs=swap_pairs,
-        arrivals=arrivals,
+        arrivals=counters,
         grids=takes_grids(config, model),
         images=takes_images(config, model),
         deepstack=model.deepstack,

@@ -1,13 +1,11 @@
 """The memory that steps and their graphs take besides what an engine holds.
 
-On one GPU it follows from the list of what the steps launch (`footprint.py`). Elsewhere it is
-estimated from the model's sizes: with several ranks, which exchange parts of their results in a
-step, and on a CPU, where references run in place of kernels.
+On GPUs it follows from the list of what the steps launch (`footprint.py`). On a CPU, where
+references run in place of kernels, it is estimated from the model's sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,14 +17,11 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.plans.plan_limits import MAX_SPLITS
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.requirements import coded_linears
-from graphengine.program.graph_key import GraphKey
 
 # Measured cost of one captured node in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
-# Most kernels of a layer and of the rest of a graph, where the steps' launches are not listed. A
-# test compares both estimates with the lists of all families.
-_KERNELS_PER_LAYER = 16
-_KERNELS_BESIDE_LAYERS = 32
+# Least number of columns whose squares one program sums, in a product of several lanes.
+_LEAST_SUMMED = 16
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 # What torch's allocator takes beyond the bytes that are in use at once: blocks from 1 to 10 MiB lie
@@ -39,11 +34,13 @@ class Footprint(NamedTuple):
 
     workspace  most bytes of a step's intermediates at the same time
     nodes      nodes of all graphs, at most
+    counters   arrival counters that launches share: the most that any of them uses
     products   whether the BLAS computes some of their products
     """
 
     workspace: int
     nodes: int
+    counters: int
     products: bool
 
     @property
@@ -58,8 +55,17 @@ class Footprint(NamedTuple):
         return self.nodes * _GRAPH_NODE_BYTES + blas
 
 
+def most_groups(hidden: int) -> int:
+    """Most groups of squares that a product leaves beside a stream of this width."""
+    return -(-hidden // _LEAST_SUMMED)
+
+
+UNLISTED = Footprint(0, 0, counters=2**24, products=False)
+"""For an engine whose launches are about to be listed, without memory: more counters than any."""
+
+
 def workspace_bytes(shape: EngineShape) -> int:
-    """Bytes that the largest step takes while it runs, including what ranks exchange in it."""
+    """Bytes that the largest step takes on a CPU, including what ranks exchange in it."""
     needs, model, chunk = shape.drafter.needs, shape.model, shape.chunk
     lanes = _decode_lanes(shape)
     workspace = step_bytes(
@@ -80,7 +86,7 @@ def workspace_bytes(shape: EngineShape) -> int:
         workspace += 2 * 4 * max(lanes, chunk) * ids
     if shape.config.activations is not None:
         workspace += code_bytes(chunk, max(linear.columns for linear in coded_linears(model)))
-    return workspace + _stage_bytes(shape, lanes) + _shard_bytes(shape, lanes)
+    return workspace + _stage_bytes(shape, lanes) + exchanged_bytes(shape)
 
 
 def _decode_lanes(shape: EngineShape) -> int:
@@ -102,8 +108,11 @@ def _stage_bytes(shape: EngineShape, lanes: int) -> int:
     return streams * 4 * max(lanes, shape.chunk) * shape.model.hidden_size
 
 
-def _shard_bytes(shape: EngineShape, lanes: int) -> int:
-    """Bytes that the ranks of one stage receive from each other."""
+def exchanged_bytes(shape: EngineShape) -> int:
+    """Bytes that the ranks of one stage receive from each other where they gather parts: on a CPU,
+    and by NCCL on GPUs that cannot map each other's memory.
+    """
+    lanes = _decode_lanes(shape)
     shards = shape.config.ranks // shape.config.pipeline_parallel
     if shards == 1:
         return 0
@@ -152,11 +161,3 @@ def step_bytes(
     sampling = (5 if drafts else 3) * 4 * rows * model.vocab_size
     scan = model.scan_bytes(prefill.sizes[-1])
     return lanes * (4 * model.hidden_size + activations) + partials + parts + scan + sampling
-
-
-def graph_bytes(model: ModelConfig, graphs: Sequence[GraphKey], device: torch.device) -> int:
-    """Bytes that the driver and torch keep for all captured graphs of one of several ranks."""
-    if device.type == "cpu":
-        return 0
-    nodes = (model.num_layers * _KERNELS_PER_LAYER + _KERNELS_BESIDE_LAYERS) * len(graphs)
-    return Footprint(0, nodes, products=True).graph_bytes

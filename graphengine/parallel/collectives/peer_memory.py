@@ -11,12 +11,7 @@ import contextlib
 import torch
 
 from graphengine.buckets.shared_memory import ExportedMemory, MappedMemory
-from graphengine.kernels.comm.add_parts_norm import LANE_PROGRAMS
-from graphengine.kernels.comm.flags import FlaggedMemory
-from graphengine.kernels.comm.items import PROGRAMS as PUSH_PROGRAMS
-from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
-from graphengine.kernels.comm.items import PeerItems, Peers
-from graphengine.kernels.comm.layout import PeerLayout
+from graphengine.kernels.comm.layout import PeerLayout, PeerTensors
 from graphengine.parallel.collectives.rendezvous import Rendezvous
 
 _MAPPED = b"mapped"
@@ -28,11 +23,8 @@ class PeerMemory:
 
     `watch` is passed to `PeerItems.over_items`.
 
-    peers     memory that kernels push items into; None where mapping failed on any rank, and after
+    tensors   memory that kernels push into; None where mapping failed on any rank, and after
               `leave()`
-    summing   memory of the all-reduce of large parts; None where `peers` is, and where
-              `summed_words` is 0
-    split     memory of the kernel that sums and norms a chunk's lanes; None where `summing` is
     problem   why mapping failed, from the first rank where it did; "" where it worked
     """
 
@@ -45,9 +37,7 @@ class PeerMemory:
         *,
         summed_words: int = 0,
     ) -> None:
-        self.peers: Peers | None = None
-        self.summing: FlaggedMemory | None = None
-        self.split: FlaggedMemory | None = None
+        self.tensors: PeerTensors | None = None
         share, exchange = rendezvous.share, rendezvous.exchange
         layout = PeerLayout.of(share.ranks, units, summed_words)
         self._device = device
@@ -78,18 +68,11 @@ class PeerMemory:
             return
         assert self._own is not None, f"{outcomes=}"
         words = self._own.tensor.view(torch.int32)
-        items, sums, split = torch.split(words, list(layout))
-        items = items.view(torch.int64).view(2, share.ranks, units, PUSH_UNIT)
-        self.peers = Peers(share.rank, PeerItems.over_items(share.rank, items, addresses, watch))
-        if summed_words:
-            after_items = [address + items.nbytes for address in addresses]
-            after_sums = [address + sums.nbytes for address in after_items]
-            self.summing = FlaggedMemory.over(share.rank, sums, after_items, PUSH_PROGRAMS)
-            self.split = FlaggedMemory.over(share.rank, split, after_sums, LANE_PROGRAMS)
+        self.tensors = PeerTensors.over(share.rank, layout, words, addresses, watch)
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
-        self.peers = self.summing = self.split = None
+        self.tensors = None
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         for each in self._mapped:

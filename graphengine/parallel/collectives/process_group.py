@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,19 +25,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphengine.kernels.comm.add_parts_norm import split_has_room, split_normed
-from graphengine.kernels.comm.all_reduce import all_reduce
 from graphengine.kernels.comm.items import Peers
-from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
-from graphengine.kernels.comm.push_candidates import push_candidates
-from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes
-from graphengine.kernels.comm.push_residual import push_own_to_residual
+from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.comm.sums import sum_parts
 from graphengine.models.launches import AddOwn, Share, SplitStream
+from graphengine.models.splitting.pushes import Pushes
+from graphengine.models.splitting.split_stream import GatheredStream
 from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.collectives.peer_memory import PeerMemory, devices_of
 from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
-from graphengine.parallel.collectives.split_stream import GatheredStream, PushedStream
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +48,6 @@ _WATCHERS = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 _environment = threading.Lock()
-# Least bytes of a chunk's lanes for a split stream between two ranks. On two H100s a one-shot sum
-# and a norm of all lanes take 15 us for 2 MiB, a split stream 14 us; for 4 MiB 24 and 20 us.
-# Smaller sizes were not measured.
-_LEAST_SPLIT = 2 * 2**20
 # Longest wait for NCCL's communicator to end, which takes half a second.
 _END_LIMIT_S = 30.0
 
@@ -75,6 +66,9 @@ class ProcessGroup:
                   another process reads it. None: in memory of its own
     stages        whether ranks also send tensors to other stages, by NCCL or gloo
     check         see `Rendezvous`
+
+    It has `pushes`, the collectives by pushes: None on a CPU, where memory cannot be mapped, and
+    once this rank has left.
 
     Raises GroupError where a rank is gone or does not come to the rendezvous, and where
     ranks share a GPU and cannot map each other's memory.
@@ -95,7 +89,8 @@ class ProcessGroup:
         check: Callable[[], object] = lambda: None,
     ) -> None:
         self.share, rendezvous = share, Rendezvous(file, share, limit_s, check)
-        self._on_gpu, self._pdl = device.type == "cuda", pdl
+        self._on_gpu = device.type == "cuda"
+        self.pushes: Pushes | None = None
         self._memory: PeerMemory | None = None
         self._torch_group: Any = None
         self._exchange: Exchange | None = None
@@ -103,6 +98,8 @@ class ProcessGroup:
         if self._on_gpu:
             self._memory = PeerMemory(rendezvous, device, units, watch, summed_words=summed_words)
             problem = self._memory.problem
+            if self._memory.tensors is not None:
+                self.pushes = Pushes(self._memory.tensors, pdl=pdl)
             if problem or stages:
                 self._torch_group = _nccl_group(rendezvous, device, problem)
         else:
@@ -159,7 +156,7 @@ class ProcessGroup:
     @property
     def peers(self) -> Peers | None:
         """Peer memory that kernels push into; None where memory cannot be mapped."""
-        return None if self._memory is None else self._memory.peers
+        return None if self.pushes is None else self.pushes.peers
 
     @property
     def torch_group(self) -> Any:
@@ -171,13 +168,8 @@ class ProcessGroup:
 
         On a CPU it raises GroupError like `Exchange.swap`.
         """
-        peers = self._pushes(part_NH)
-        if peers is None:
-            return sum_parts(self.gather(part_NH))
-        summing = None if self._memory is None else self._memory.summing
-        if summing is None or peers.hold(part_NH):
-            return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
-        return all_reduce(peers, summing, part_NH.contiguous(), pdl=self._pdl)
+        pushes = self._pushes(part_NH)
+        return sum_parts(self.gather(part_NH)) if pushes is None else pushes.reduce(part_NH)
 
     def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream | None:
         """The residual stream of a chunk split over ranks, see `OpenSplit`; None where all ranks
@@ -186,19 +178,7 @@ class ProcessGroup:
         if not self._on_gpu:
             normed = torch.zeros(lanes, hidden, dtype=dtype)
             return GatheredStream(self.share, normed, self.reduce, self.gather)
-        stream = self.pushed_stream(lanes, hidden, dtype)
-        small = stream is not None and stream.normed_NH.nbytes < _LEAST_SPLIT
-        return None if small and self.share.ranks == 2 else stream
-
-    def pushed_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> PushedStream | None:
-        """A split stream on GPUs; None without memory for it, and where parts fit into items."""
-        peers, split = self.peers, None if self._memory is None else self._memory.split
-        if peers is None or split is None or not split_has_room(split, lanes, hidden, dtype):
-            return None
-        normed = split_normed(split, lanes, hidden, dtype)
-        if peers.hold(normed):
-            return None
-        return PushedStream(peers, split, normed, self.reduce, pdl=self._pdl)
+        return None if self.pushes is None else self.pushes.split_stream(lanes, hidden, dtype)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """All-gather into a new `[ranks, N, C]`, in rank order.
@@ -206,9 +186,9 @@ class ProcessGroup:
         On a CPU it raises GroupError like `Exchange.swap`.
         """
         part_NC = part_NC.contiguous()
-        peers = self._pushes(part_NC)
-        if peers is not None:
-            return push_gather(peers, part_NC, pdl=self._pdl)
+        pushes = self._pushes(part_NC)
+        if pushes is not None:
+            return pushes.gather(part_NC)
         gathered = part_NC.new_empty((self.share.ranks, *part_NC.shape))
         if self._on_gpu:
             _nccl_gather(self._torch_group, gathered.flatten(0, 1), part_NC).wait()
@@ -222,9 +202,9 @@ class ProcessGroup:
         On a CPU it raises GroupError like `Exchange.swap`.
         """
         parts_RNC = parts_RNC.contiguous()
-        peers = self._pushes(parts_RNC[0])
-        if peers is not None:
-            return push_own_sum(peers, parts_RNC, pdl=self._pdl)
+        pushes = self._pushes(parts_RNC[0])
+        if pushes is not None:
+            return pushes.sum_own(parts_RNC)
         exchanged = torch.empty_like(parts_RNC)
         if self._on_gpu:
             sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
@@ -238,31 +218,26 @@ class ProcessGroup:
         """A kernel that pushes ranks' parts for each other in a decode step, and adds the sum to
         the residual stream; None where nothing is pushed.
         """
-        peers = self.peers
-        return None if peers is None else partial(push_own_to_residual, peers)
+        return None if self.pushes is None else self.pushes.add_own
 
     def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor] | None:
         """The candidates of all ranks, in one launch; None where nothing is pushed."""
-        peers = self.peers
-        return None if peers is None else push_candidates(peers, best_NC, health_NC, pdl=self._pdl)
+        return None if self.pushes is None else self.pushes.push_candidates(best_NC, health_NC)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
         """The lanes of all ranks, in one launch; None where nothing is pushed, or not so many."""
-        peers = self.peers
-        if peers is None or lanes.units > peers.units:
-            return None
-        return push_lanes(peers, lanes, pdl=self._pdl)
+        return None if self.pushes is None else self.pushes.push_lanes(lanes)
 
     def _swap(self, name: str, sent: Sequence[Tensor], received: Tensor) -> None:
         assert self._exchange is not None, "a GPU's parts go another way"
         self._exchange.swap(name, sent, received.unbind())
 
-    def _pushes(self, part: Tensor) -> Peers | None:
-        """Peer memory that a part is pushed into; None where it is not pushed."""
-        peers = self.peers
-        if peers is None or self._torch_group is None:
-            return peers
-        return peers if peers.hold(part) else None
+    def _pushes(self, part: Tensor) -> Pushes | None:
+        """The pushes of this part; None where it is not pushed."""
+        pushes = self.pushes
+        if pushes is None or self._torch_group is None:
+            return pushes
+        return pushes if pushes.peers.hold(part) else None
 
     def check(self) -> None:
         """Raise GroupError once this rank has waited in vain: its results since are invalid."""
@@ -279,7 +254,7 @@ class ProcessGroup:
         """Unmap the other ranks' memory, once nothing is under way."""
         if self._memory is not None:
             self._memory.leave()
-        self._watch = None
+        self._watch = self.pushes = None
 
     def close(self) -> None:
         """Free this rank's memory, once other ranks have unmapped it and no graph uses it."""

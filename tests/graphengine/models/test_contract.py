@@ -10,18 +10,15 @@ import torch
 
 from checkpoints import toy_family
 from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
-from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, residual_groups
-from graphengine.models.contract import arrival_counters, most_arrival_counters
+from graphengine.kernels.linear.plans import LinearPlan, residual_groups
 from graphengine.models.families.registry import FAMILIES, read_model_config
 from graphengine.models.linears import (
     ByLinear,
     Linear,
     LinearPlans,
     heuristic_plans,
-    linear_arrivals,
     stream_groups,
 )
-from graphengine.models.plans import plan_limits
 from graphengine.models.plans.chains import new_chain
 from graphengine.models.states import Paged, Recurrent, cache_shape, recurrent_states
 
@@ -50,29 +47,6 @@ def test_a_copy_changes_what_is_there_and_nothing_else() -> None:
     assert values.replace({"down": 3}) == {"up": 1, "down": 3} and values["down"] == 2
     with pytest.raises(KeyError, match=r"no linear head, side; there are up, down"):
         values.replace({"side": 1, "head": 2})
-
-
-def test_the_neediest_linear_decides_how_many_counters_there_are() -> None:
-    split = LinearPlan("dot", block_m=32, block_k=64, splits=4)
-    plans = LinearPlans({"up": split, "down": split._replace(splits=1)})
-    assert linear_arrivals(LINEARS, plans) == arrivals_needed(split, 4096) > 0
-
-
-class Attending:
-    """A config whose attention needs a counter a lane."""
-
-    def arrivals(self, lanes: int) -> int:
-        return lanes
-
-
-def test_no_plans_need_more_counters_than_there_may_be() -> None:
-    linears = LINEARS | {"up": Linear("store", 4097, 512)}
-    least, _ = plan_limits._BLOCK_M["dot"]
-    finest = LinearPlan("dot", block_m=least, block_k=64, splits=2)
-    plans = LinearPlans(dict.fromkeys(linears, finest))
-    assert arrival_counters(Attending(), linears, plans, 64) == 514
-    assert most_arrival_counters(Attending(), linears, 64) == 514
-    assert most_arrival_counters(Attending(), linears, 600) == 600
 
 
 def test_the_stream_has_the_groups_that_its_last_writer_leaves() -> None:

@@ -55,9 +55,9 @@ from graphengine.models.launches import (
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.routing import observed_routes
 from graphengine.models.splitting.rank_sizes import of_rank
+from graphengine.models.splitting.split_stream import GatheredStream
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.weights import StoredWeights
-from graphengine.parallel.collectives.split_stream import GatheredStream
 
 RANKS, SLOTS, BLOCK, LENGTH = 2, 2, 8, 32
 ATTENTION = GroupedQueryAttention(

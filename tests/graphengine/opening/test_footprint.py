@@ -13,17 +13,24 @@ from engines.family_configs import CONFIGS, config_of
 from graphengine import EngineConfig
 from graphengine.buckets import GraphStructure
 from graphengine.demo import checkpoint_path
-from graphengine.drafters import NoDrafter
+from graphengine.drafters import Drafter, NoDrafter
 from graphengine.kernels.core.devices import H200, assumed
+from graphengine.models.contract import ModelConfig
+from graphengine.models.launches import WHOLE, Share
+from graphengine.models.splitting.rank_sizes import of_rank
+from graphengine.models.splitting.stages import Place
 from graphengine.opening.budget import memory
 from graphengine.opening.budget.footprint import plan_with_footprint, trace_footprint
 from graphengine.opening.budget.memory import MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
-from graphengine.opening.budget.workspace import Footprint, graph_bytes
+from graphengine.opening.budget.workspace import Footprint, exchanged_bytes
+from graphengine.opening.engine_shape import EngineShape
+from graphengine.opening.loading import read_checkpoint
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, Subject
 from graphengine.program.graph_key import GraphKey
+from graphengine.program.schedule import record_schedule
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -131,8 +138,8 @@ def test_what_is_not_there_at_the_same_time_shares_memory() -> None:
     other = GraphKey("prefill", 1, 0, "")
     footprint = trace_footprint({**steps, other: lambda: None})
     # copy, product and fill, for each of two graphs; the product has 16 x 16.
-    assert footprint == Footprint(2 * 2048 + 1024, 2 * 3 * 2, products=True)
-    assert trace_footprint({other: lambda: None}) == Footprint(0, 0, products=False)
+    assert footprint == Footprint(2 * 2048 + 1024, 2 * 3 * 2, 0, products=True)
+    assert trace_footprint({other: lambda: None}) == Footprint(0, 0, 0, products=False)
 
 
 def sizes(plan: MemoryPlan) -> tuple[int, int]:
@@ -150,12 +157,9 @@ def test_a_plan_for_a_gpu_has_what_its_steps_take(monkeypatch: pytest.MonkeyPatc
         estimated = plan_memory(model, config, **given)
         traced = plan_with_footprint(model, config, **given)
         footprint = trace_footprint(steps_of(Subject.of_shape("tiny-moe"), SIZES))
-        several = EngineConfig(**{**SIZES, "device": "cuda", "tensor_parallel": 2})
-        assert sizes(plan_with_footprint(model, several, **given)) == sizes(
-            plan_memory(model, several, **given)
-        )
     assert sizes(traced) == (footprint.pool_bytes, footprint.graph_bytes)
     assert sizes(traced) != sizes(estimated) and traced.graphs == estimated.graphs
+    assert traced.counters == footprint.counters
     config = EngineConfig(**SIZES)
     assert sizes(plan_with_footprint(model, config, **given)) == sizes(
         plan_memory(model, config, **given)
@@ -163,8 +167,8 @@ def test_a_plan_for_a_gpu_has_what_its_steps_take(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_estimates_for_several_ranks_are_no_less(architecture: str) -> None:
-    """They are compared for whole models, whose steps can be listed."""
+def test_the_estimate_of_workspace_is_no_less(architecture: str) -> None:
+    """It is for a CPU, and compared with a GPU's steps, which can be listed."""
     subject = Subject.of_config(config_of(architecture), name=architecture)
     model, drafter, plan = planned(subject, SIZES)
     with assumed(H200):
@@ -172,8 +176,66 @@ def test_estimates_for_several_ranks_are_no_less(architecture: str) -> None:
         footprint = trace_footprint(steps)
     workspace, _ = sizes(plan)
     assert workspace >= footprint.workspace > 0
-    estimated = graph_bytes(model, plan.graphs, torch.device("cuda"))
-    assert estimated >= footprint.graph_bytes > 0
+    assert plan.counters >= footprint.counters > 0
+
+
+# How a model is spread over two ranks, and kernels by which only this rank communicates.
+RANKS: Mapping[str, tuple[Mapping[str, Any], set[str]]] = {
+    "shares of layers": (
+        {"tensor_parallel": 2},
+        {"_push_candidates_kernel", "_push_kernel", "_all_reduce_kernel"},
+    ),
+    "shares and drafts": (
+        {"tensor_parallel": 2, "speculative": MTP(k=2)},
+        {"_push_candidates_kernel", "_push_kernel", "_all_reduce_kernel"},
+    ),
+    "experts": (
+        {"tensor_parallel": 2, "expert_parallel": True},
+        {"_push_candidates_kernel", "_push_kernel", "_push_to_residual_kernel"},
+    ),
+    "requests of their own": (
+        {"data_parallel": 2},
+        {"_push_lanes_kernel", "_push_to_residual_kernel", "_push_kernel"},
+    ),
+    "the last stage": ({"pipeline_parallel": 2}, set()),
+    "the last stage and drafts": ({"pipeline_parallel": 2, "speculative": MTP(k=2)}, set()),
+    "the first stage": ({"pipeline_parallel": 2}, set()),
+}
+
+
+def rank_of(config: EngineConfig, share: Share) -> tuple[ModelConfig, Drafter, Place]:
+    """The demo model, or one with experts where ranks spread them."""
+    if not config.expert_parallel and config.data_parallel == 1:
+        found = read_checkpoint(checkpoint_path(), config, share)
+        return found.model, found.drafter, found.place
+    model = of_rank(
+        Subject.of_shape("tiny-moe").model,
+        share,
+        expert_parallel=config.expert_parallel,
+        data_parallel=config.data_parallel > 1,
+    )
+    return model, NoDrafter(), Place(share, WHOLE)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_several_ranks_have_what_their_steps_take(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 80 * 2**30)
+    options, communicating = RANKS[name]
+    config = EngineConfig(**{**SIZES, "device": "cuda", "prefill_buckets": (16, 256), **options})
+    model, drafter, place = rank_of(config, Share(int("first" in name), 2))
+    given: dict[str, Any] = {"checkpoint_dtype": torch.bfloat16, "drafter": drafter}
+    with assumed(H200):
+        plan = plan_with_footprint(model, config, **given, place=place)
+        steps = sketch_steps(model, plan, config, drafter, place)
+        footprint = trace_footprint(steps)
+        names = {op.name for ops in record_schedule(steps).values() for op in ops}
+    shape = EngineShape.of(model, config, drafter, torch.bfloat16)
+    assert sizes(plan) == (footprint.pool_bytes + exchanged_bytes(shape), footprint.graph_bytes)
+    assert plan.counters == footprint.counters > 0
+    assert {each for each in names if each.startswith(("_push", "_all_reduce"))} == communicating
 
 
 def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,10 +29,12 @@ from graphengine import Engine, EngineConfig, Request, Result, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.layout import PeerTensors
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.splitting.pushes import Pushes
 from graphengine.parallel import ranks
 from graphengine.parallel.data_parallel.core import DataParallelCore
 from graphengine.parallel.data_parallel.runtime import DataParallelRuntime
@@ -440,9 +441,8 @@ def test_what_a_step_on_gpus_launches(
         items = torch.zeros(2, 2, units, PUSH_UNIT, dtype=torch.int64)
         peers = Peers(0, PeerItems.over_items(0, items, [items.data_ptr()] * 2))
         with monkeypatch.context() as patch:
-            patch.setattr(
-                engine.runtime.groups.tensor, "_memory", SimpleNamespace(peers=peers, summing=None)
-            )
+            pushes = Pushes(PeerTensors(peers, None, None), pdl=False)
+            patch.setattr(engine.runtime.groups.tensor, "pushes", pushes)
             graphs = graph_kernels(engine)
         layers = len(expert_layers(engine.model.config))
         for name, kernels in graphs.items():

@@ -18,6 +18,7 @@ from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.models.launches import Share
+from graphengine.models.splitting import pushes
 from graphengine.parallel.collectives import peer_memory, process_group
 from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S, ProcessGroup
 from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
@@ -124,7 +125,8 @@ def test_stages_push_what_is_small(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("push_sum", "push_gather", "push_own_sum", "push_lanes", "_nccl_gather"):
-        monkeypatch.setattr(process_group, name, lambda *args, name=name, **options: Done(name))
+        module = process_group if name == "_nccl_gather" else pushes
+        monkeypatch.setattr(module, name, lambda *args, name=name, **options: Done(name))
     monkeypatch.setattr(process_group, "sum_parts", lambda parts: "summed")
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
 
@@ -228,12 +230,13 @@ def test_ranks_push_all(
     if share_a_gpu:
         devices[1] = devices[0]
     for name in ("push_sum", "push_own_sum", "all_reduce"):
-        monkeypatch.setattr(process_group, name, lambda *args, name=name, **options: (name, args))
+        monkeypatch.setattr(pushes, name, lambda *args, name=name, **options: (name, args))
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
 
     def work(group: ProcessGroup) -> tuple[Any, ...]:
-        memory = group._memory
-        assert memory is not None and memory.peers is not None and group.torch_group is None
+        assert group._memory is not None and group.torch_group is None
+        memory = group._memory.tensors
+        assert memory is not None
         assert group.reduce(small) == ("push_sum", (memory.peers, small))
         assert group.reduce(large) == ("all_reduce", (memory.peers, memory.summing, large))
         assert group.sum_own(large.repeat(2, 1, 1))[0] == "push_own_sum"
@@ -250,7 +253,7 @@ def test_ranks_push_all(
     exported, layout = group._memory._own.tensor, PeerLayout.of(2, UNITS, 3000)
     assert exported.nbytes == layout.nbytes == items.nbytes + own.own.nbytes + split.own.nbytes
     group.close()
-    assert group._memory.summing is group._memory.split is None
+    assert group._memory.tensors is group.pushes is None
     assert group.split_stream(6, 1000, torch.bfloat16) is None
 
 
@@ -258,15 +261,16 @@ def test_streams_are_split_where_parts_are_too_large_for_items(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two ranks begin later.
-    assert process_group._LEAST_SPLIT > 2 * 26 * 100
-    monkeypatch.setattr(process_group, "_LEAST_SPLIT", 2 * 26 * 100)
+    assert pushes._LEAST_SPLIT > 2 * 26 * 100
+    monkeypatch.setattr(pushes, "_LEAST_SPLIT", 2 * 26 * 100)
 
     def work(group: ProcessGroup) -> None:
         # Items hold 1,280 words, and a lane has 50.
         assert group.split_stream(25, 100, torch.bfloat16) is None
         stream = group.split_stream(26, 100, torch.bfloat16)
         assert stream is not None and group._memory is not None
-        split = group._memory.split
+        assert group._memory.tensors is not None
+        split = group._memory.tensors.split
         assert split is not None
         assert stream.normed_NH.data_ptr() == split.own.data_ptr() + 4 * 3000
         assert stream.normed_NH.shape == (26, 100)
@@ -277,7 +281,7 @@ def test_streams_are_split_where_parts_are_too_large_for_items(
     others = [tmp_path / "late", tmp_path / "none"]
     for each in others:
         each.mkdir()
-    monkeypatch.setattr(process_group, "_LEAST_SPLIT", 2 * 26 * 100 + 1)
+    monkeypatch.setattr(pushes, "_LEAST_SPLIT", 2 * 26 * 100 + 1)
     for folder, words in zip(others, (3000, 0), strict=True):
         found = on_two_ranks(
             folder,
@@ -290,7 +294,7 @@ def test_streams_are_split_where_parts_are_too_large_for_items(
 def test_without_chunks_all_is_pushed_in_pieces(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "push_sum", lambda *args, **options: "pushed")
+    monkeypatch.setattr(pushes, "push_sum", lambda *args, **options: "pushed")
     large = torch.zeros(UNITS, PUSH_UNIT + 1)
     assert on_two_ranks(tmp_path, lambda group: group.reduce(large)) == ["pushed"] * 2
 

@@ -216,7 +216,7 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
         group = runtime_of(engine).groups.tensor
         assert group is not None and group.peers is not None and group._torch_group is None
         assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size))
-        summed, split = group._memory.summing, group._memory.split
+        _, summed, split = group._memory.tensors
         assert summed is not None and split is not None
 
         def tags() -> tuple[int, int]:

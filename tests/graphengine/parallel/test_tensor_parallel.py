@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,9 +35,11 @@ from engines.small_engine import assert_idle, run
 from graphengine import Engine, SamplingParams
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.layout import PeerTensors
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.call import MAX_LANES
+from graphengine.models.splitting.pushes import Pushes
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, NGram, Speculative, UserProvided
 from launches.compilation import graph_kernels
@@ -291,7 +292,7 @@ def test_a_step_on_gpus_launches_what_one_ranks_does(
     tensors = PeerItems.over_items(0, items, [items.data_ptr()] * group.share.ranks)
     with monkeypatch.context() as patch:
         peers, program = Peers(0, tensors), engine.runtime.program
-        patch.setattr(group, "_memory", SimpleNamespace(peers=peers, summing=None, split=None))
+        patch.setattr(group, "pushes", Pushes(PeerTensors(peers, None, None), pdl=False))
         patch.setattr(program, "launch", replace(program.launch, peers=peers))
         ranks = graph_kernels(engine)
     with open_engine(folder, 1) as alone:

@@ -170,9 +170,6 @@ class ToyConfig:
     def states(self) -> tuple[LayerStates, ...]:
         return ((self.attention.state,), (Recurrent(RECURRENT[1], (WIDTH,)),), ())
 
-    def arrivals(self, lanes: int) -> int:
-        return self.attention.arrivals(lanes)
-
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         return self.attention.split_tokens(family, dtype, tokens)
 

@@ -19,7 +19,9 @@ import torch
 from graphengine import Engine, SamplingParams
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.layout import PeerTensors
 from graphengine.models.launches import Share
+from graphengine.models.splitting.pushes import Pushes
 from graphengine.parallel import process_groups
 from graphengine.parallel.collectives.process_group import ProcessGroup
 from graphengine.parallel.driver_runtime import DriverRuntime
@@ -53,11 +55,10 @@ class FileMemory:
         tensors = PeerItems.over_items(share.rank, self._items[share.rank], addresses)
         # In polls, as the interpreter has no clock.
         tensors.watch[1] = 2**50
-        self.peers: Peers | None = Peers(share.rank, tensors)
-        self.summing = self.split = None
+        self.tensors: PeerTensors | None = PeerTensors(Peers(share.rank, tensors), None, None)
 
     def leave(self) -> None:
-        self.peers = None
+        self.tensors = None
 
     def close(self) -> None:
         self.leave()
@@ -73,18 +74,19 @@ class PushingGroup(ProcessGroup):
     """One where all is pushed, but by no product: their plain twins push nothing."""
 
     limit_s = 60.0
-    peers = None
+    pushes = None
 
     def __init__(self, file: str, share: Share, device: torch.device, **options: Any) -> None:
-        self.share, self._on_gpu, self._pdl = share, False, False
+        self.share, self._on_gpu = share, False
         self._group = self._exchange = self._ending = None
         # So few that logits take several launches.
         self._memory = FileMemory(Path(file).parent, share, units=4)
-        assert self._memory.peers is not None
-        self._watch = self._memory.peers.tensors.watch.numpy()
+        assert self._memory.tensors is not None
+        self._own_pushes = Pushes(self._memory.tensors, pdl=False)
+        self._watch = self._own_pushes.peers.tensors.watch.numpy()
 
-    def _pushes(self, part: torch.Tensor) -> Peers | None:
-        return self._memory.peers
+    def _pushes(self, part: torch.Tensor) -> Pushes:
+        return self._own_pushes
 
 
 def run_plain_twins() -> None:
