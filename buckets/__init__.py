@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from graphengine.buckets.host_queue import HostQueue
     from graphengine.buckets.ladder import BucketLadder
     from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
-    from graphengine.buckets.static import Copied, Part, StaticBuffers
+    from graphengine.buckets.static import Copied, LaneUpdate, StaticBuffers
     from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [
@@ -64,12 +64,12 @@ __all__ = [
     "GraphStructure",
     "HostQueue",
     "KernelLaunch",
+    "LaneUpdate",
     "Mailbox",
     "MailboxBroken",
     "MemoryBudget",
     "OutOfBudget",
     "Owner",
-    "Part",
     "PoolHandle",
     "ReplayTimer",
     "StaticBuffers",
@@ -104,7 +104,7 @@ _HOMES = {
     "MemoryBudget": "graphengine.buckets.budget",
     "OutOfBudget": "graphengine.buckets.budget",
     "Owner": "graphengine.buckets.fields",
-    "Part": "graphengine.buckets.static",
+    "LaneUpdate": "graphengine.buckets.static",
     "PoolHandle": "graphengine.buckets.captured",
     "ReplayTimer": "graphengine.buckets.timing",
     "StaticBuffers": "graphengine.buckets.static",

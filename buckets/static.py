@@ -33,7 +33,7 @@ from graphengine.buckets.runtime import HOST_TO_DEVICE, runtime
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LaneUpdate:
     """A load's `values` for a field's lanes from `first` on; the other lanes stay as they are.
 
     If a load changes nothing else in a group, only the bytes of these lanes are copied.
@@ -140,8 +140,8 @@ class StaticBuffers:
         A value holds one item for each of the field's first lanes; the lanes after them are
         padded. It is an array, or a list in which None stands for a padded lane; an item shorter
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
-        takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
-        named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
+        takes a plain number too. A `LaneUpdate` changes some lanes and pads none. Fields that are
+        not named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
         queued on `stream`, or on the current one; on a CPU it is made at once, unless `stream` is a
         `HostQueue`. torch does not know of a copy on `stream`: wait for it before these buffers are
         closed or dropped.
@@ -420,8 +420,8 @@ class _Lanes:
         self.group.change(start, start + len(values) * lane_bytes)
 
     def prepare(self, value: Any) -> tuple[int | None, NDArray[Any]]:
-        """The first lane of a `Part` or None, and the values; ValueError if they do not fit."""
-        if not isinstance(value, Part):
+        """The first lane of a `LaneUpdate` or None, and the values; ValueError if they misfit."""
+        if not isinstance(value, LaneUpdate):
             return None, self.values.read(value)
         values = self.values.read(value.values)
         if not 0 <= value.first <= len(self.array) - len(values):

@@ -17,7 +17,7 @@ ring of its last turn, and has no blocks without it. Its next turn prefills ever
 request has taken the ring, or if a rewind goes back further than the ring reaches.
 
 The states of recurrent layers depend on every token, and a session goes on only where they have
-been kept (`host/kept_states.py`): at the ends of its turns, and at some points on the way;
+been kept (`host/state_checkpoints.py`): at the ends of its turns, and at some points on the way;
 `session_states` limits how many all sessions have together. When the host alone ends a turn, as at
 a stop string, the device has passed the end before the host notices it, and the reply is prefilled
 again; with `lookahead` 0 it has not. No states are kept with window rings, or with a draft model
@@ -173,7 +173,7 @@ class Session:
         """Remove the last `n_tokens`, of prompts or replies; their KV is dropped by whole blocks.
 
         Where KV is in rings, it is all dropped if they do not reach back that far. With recurrent
-        layers the next turn goes on from the last kept state before that point; the counter
+        layers the next turn goes on from the last state checkpoint before that point; the counter
         `states/rewound_past` has the tokens between. To return to a point, remember `len(session)`
         there and rewind by the difference. ValueError unless 0 <= n_tokens <= len(session), and for
         a point inside an image whose embeddings see each other.
@@ -438,7 +438,7 @@ def session_of(
         blocks = pool.take(count)
         try:
             # Pending copies may read the old contents of these blocks or places.
-            core.runtime.copy_kept(reuse.states.before)
+            core.runtime.copy_states(reuse.states.before)
             write(blocks)
             if position:
                 state = reuse.states.adopt(context, position, blocks)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import HostQueue, StaticBuffers
-from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.masks import MaskTable
 from graphengine.host.routes import Routing
+from graphengine.host.state_checkpoints import BlockCopy, Copy, StateCopy
 from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.request import Request
@@ -211,7 +211,7 @@ class SlotOperations:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
         self.run(Swap(out, back))
 
-    def copy_kept(self, copies: list[Copy]) -> None:
+    def copy_states(self, copies: list[Copy]) -> None:
         """Queue these copies, and empty the list."""
         for each in copies:
             self.run(each)

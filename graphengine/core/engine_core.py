@@ -324,10 +324,10 @@ class EngineCore:
             while self.in_flight:
                 self.collect(None)
 
-    def forget_kept(self) -> None:
+    def drop_cached_kv(self) -> None:
         """Drop all KV that sessions and prefixes keep, as it was computed with older weights."""
         # Copies still pending belong to the old weights, too.
-        self.runtime.copy_kept(self._own.reuse.states.before)
+        self.runtime.copy_states(self._own.reuse.states.before)
         self._own.reuse.forget()
 
     def advance(self) -> bool:
@@ -406,7 +406,7 @@ class EngineCore:
         if plan.swap_out or plan.swap_in:
             self.runtime.swap(len(plan.swap_out), len(plan.swap_in))
         states = self._own.reuse.states
-        self.runtime.copy_kept(states.before)
+        self.runtime.copy_states(states.before)
         replays: list[Replay] = []
         chunk = plan.prefill
         if chunk is not None:
@@ -418,7 +418,7 @@ class EngineCore:
                 sequence = self.runtime.launched + 1
                 replays.append(Replay(sequence, (request,), epochs, 1, chunk=chunk, full=full))
                 self._run(key, replays[-1:])
-            self.runtime.copy_kept(states.after)
+            self.runtime.copy_states(states.after)
         if plan.rows:
             rows, drafts, full = plan.bucket, plan.width - 1, plan.full
             sampler = self.runtime.program.samplers[-1 if full else 0]
@@ -556,8 +556,8 @@ def new_scheduler(
 ) -> Scheduler:
     """The scheduler of an engine with these sizes, or of a rank with requests of its own.
 
-    A recurrent layer's state depends on every earlier token: without kept states no blocks are
-    kept.
+    A recurrent layer's state depends on every earlier token: without state checkpoints no blocks
+    are kept.
     """
     nothing = memory.recurrent and not memory.state_places
     return Scheduler(

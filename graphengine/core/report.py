@@ -164,8 +164,8 @@ def _kv_blocks(scheduler: Scheduling) -> dict[str, int | None]:
 
 
 def _states(scheduler: Scheduling) -> dict[str, int | None]:
-    """Counts of kept states, only for models with recurrent layers; those have no experts that data
-    parallel ranks could share.
+    """Counts of state checkpoints, only for models with recurrent layers; those have no experts
+    that data parallel ranks could share.
     """
     states = scheduler.home(Context()).reuse.states
     return {"session_states": states.count, "states": len(states.held)} if states else {}
@@ -175,7 +175,7 @@ def _describe_states(kv: Mapping[str, int | None], memory: MemoryPlan) -> list[s
     if "states" not in kv:
         return []
     return [
-        f"kept states {kv['states']} of {kv['session_states']}, of "
+        f"state checkpoints {kv['states']} of {kv['session_states']}, of "
         f"{format_bytes(memory.state_bytes)} each: sessions and prefixes go on from there"
     ]
 

@@ -35,7 +35,7 @@ from graphengine.core.commands import (
 from graphengine.core.fingerprints import fingerprint, updated_fingerprint
 from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
-from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
+from graphengine.host.state_checkpoints import BlockCopy, Copy, StateCopy
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.core.triton_versions import bits_of_triton
@@ -86,7 +86,8 @@ class Runtime(SlotOperations, Waits):
     buffers       every tensor that a replay can see, except weights and caches
     caches        pairs (KV of every block of the pool, including the dummy block 0; its swap area):
                   the target's, then the drafter's if it has one
-    kept          places for the states of recurrent layers
+    state_checkpoints
+                  places for the states of recurrent layers
     mailbox       tokens and flags of each replay
     logprobs      the log-probabilities that requests asked for
     masks         the host's side of the masks for grammars and allowed ids
@@ -127,7 +128,8 @@ class Runtime(SlotOperations, Waits):
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
-        self.caches, self.program, self.kept = held.caches, held.program, held.kept
+        self.caches, self.program = held.caches, held.program
+        self.state_checkpoints = held.state_checkpoints
         self.adapters = held.adapters
         self.stream = held.stream
         self._copies = self._watched = held.stream
@@ -156,8 +158,8 @@ class Runtime(SlotOperations, Waits):
         with self.on_stream():
             if memory.state_places:
                 # Torch loads its kernels for these copies now, and not in the first step.
-                self.kept.copy([StateCopy(0, 0, 1, back) for back in (False, True)])
-                self.kept.copy([BlockCopy(0, 0)])
+                self.state_checkpoints.copy([StateCopy(0, 0, 1, back) for back in (False, True)])
+                self.state_checkpoints.copy([BlockCopy(0, 0)])
             self.buffers.reset()
             self.compilation = compile_steps(steps, memory.device, {"swap": swap})
             self.buffers.reset()
@@ -361,12 +363,12 @@ class Runtime(SlotOperations, Waits):
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the tensors that `read_states` returns."""
-        return self.kept.shapes
+        return self.state_checkpoints.shapes
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of the tensors that `read_states` returns."""
-        return self.kept.dtypes
+        return self.state_checkpoints.dtypes
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """Copy KV blocks to the host, [layers, blocks, ...] for each cache; waits for it."""
@@ -394,7 +396,7 @@ class Runtime(SlotOperations, Waits):
 
     def _copy(self, command: Copy) -> None:
         with self.on_stream():
-            self._launch(partial(self.kept.copy, (command,)))
+            self._launch(partial(self.state_checkpoints.copy, (command,)))
 
     def _replay(self, command: ReplayGraph) -> None:
         self._launch(self.graphs[command.key].replay)
@@ -419,12 +421,12 @@ class Runtime(SlotOperations, Waits):
 
     def _read_states(self, command: ReadStates) -> tuple[Tensor, ...]:
         with self.on_stream():
-            return self.kept.read(command.place)
+            return self.state_checkpoints.read(command.place)
 
     def _write_states(self, command: WriteStates) -> None:
         assert command.whole is not None, f"{command.place=}"
         with self.on_stream():
-            self.kept.write(command.place, command.whole)
+            self.state_checkpoints.write(command.place, command.whole)
 
     operations: ClassVar[dict[type[Command], Operation]] = {
         Swap: _swap,
@@ -462,8 +464,9 @@ class Runtime(SlotOperations, Waits):
         for graph in self.captured:
             graph.close()
         self.buffers.close()
-        del self.graphs, self.captured, self.program, self.model, self.caches, self.kept
-        del self.adapters, self.masks, self.mailbox, self.logprobs, self.routing, self.buffers
+        del self.graphs, self.captured, self.program, self.model, self.caches
+        del self.state_checkpoints, self.adapters, self.masks, self.mailbox, self.logprobs
+        del self.routing, self.buffers
 
 
 def _read_cache(cache: Tensor, index: Tensor) -> Tensor:

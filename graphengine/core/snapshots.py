@@ -28,7 +28,7 @@ from graphengine.core.engine_core import EngineCore
 from graphengine.models.checkpoints.tensor_files import save_whole
 from graphengine.options.checks import is_int
 from graphengine.prompt_embeds import EMBEDDED
-from graphengine.requests.context import Context, KeptState
+from graphengine.requests.context import Context, StateCheckpoint
 from graphengine.speculative import describe
 
 # Schema 3 was the first with digests, and 4 is the first with ranks.
@@ -395,15 +395,15 @@ def copy_out(
     token_ids: Sequence[int],
     embeds: Tensor | None,
     blocks: Sequence[int],
-    state: KeptState | None,
+    state: StateCheckpoint | None,
 ) -> SessionSnapshot:
     """Copy a session to the host, after everything that was launched: tokens and embeddings, with
-    its blocks or, if it has one, its kept state and the state's blocks.
+    its blocks or, if it has one, its state checkpoint and the state's blocks.
     """
     origin, runtime = origin_of(core), core.runtime
     if state is None:
         return SessionSnapshot.make(origin, token_ids, runtime.read_blocks(blocks), embeds=embeds)
-    runtime.copy_kept(core.scheduler.home(Context()).reuse.states.before)
+    runtime.copy_states(core.scheduler.home(Context()).reuse.states.before)
     parts = runtime.read_states(state.place)
     caches = runtime.read_blocks(state.blocks)
     return SessionSnapshot.make(origin, token_ids, caches, parts, state.position, embeds)

@@ -51,7 +51,7 @@ def update_weights(
         core.runtime.note_update(loaded, given)
     if drafts is not None:
         core.runtime.note_draft_update(drafts)
-    core.forget_kept()
+    core.drop_cached_kv()
     try:
         with span("update weights"):
             if given.values:

@@ -47,7 +47,7 @@ class LogprobMailbox:
         words: torch.Tensor | None = None,
     ) -> None:
         self.items_of_token = logprob_items(top)
-        self._mailbox = _PartOfMailbox(entries, lanes, items, device=device, words=words)
+        self._mailbox = _PartialMailbox(entries, lanes, items, device=device, words=words)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
     return items[: unpack_state(items[-1]).emitted], top
 
 
-class _PartOfMailbox(Mailbox):
+class _PartialMailbox(Mailbox):
     """A mailbox whose entries are written only in part; `written` says which part a replay writes.
 
     `written` has, for each lane, its number, the first item of each token, and how many items from

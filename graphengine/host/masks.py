@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from graphengine.buckets import Part, StaticBuffers
+from graphengine.buckets import LaneUpdate, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
 from graphengine.host.plan import Plan
 from graphengine.kernels.logits.logits_triton import USES_GRAMMAR, USES_MASK
@@ -90,7 +90,7 @@ class MaskTable:
         if not changed:
             return {}
         first = min(changed)
-        return {"allowed_bits": Part(first, self._table[first : max(changed) + 1])}
+        return {"allowed_bits": LaneUpdate(first, self._table[first : max(changed) + 1])}
 
     def _force(self, job: Job) -> bool:
         """Have the request's next step emit the token that its caller forces, if any; False if the

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphengine.host.block_pool import BlockPool
-from graphengine.host.kept_states import KeptStates
 from graphengine.host.rings import NO_RINGS, WindowRings
-from graphengine.requests.context import Context, HeldRing, KeptState, SharedPrompt
+from graphengine.host.state_checkpoints import StateCheckpoints
+from graphengine.requests.context import Context, HeldRing, SharedPrompt, StateCheckpoint
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 
@@ -38,14 +38,14 @@ class Beginning(NamedTuple):
     blocks  whole blocks of its first tokens, to be shared
     tokens  how many tokens it skips, all but one at most
     own     whether its session kept them
-    state   the kept state to copy from: the recurrent states after these tokens, and their KV that
-            `blocks` do not have
+    state   the state checkpoint to copy from: the recurrent states after these tokens, and their KV
+            that `blocks` do not have
     """
 
     blocks: list[int]
     tokens: int
     own: bool
-    state: KeptState | None = None
+    state: StateCheckpoint | None = None
 
 
 class Reuse:
@@ -56,7 +56,7 @@ class Reuse:
     prefixes      whether prompts find blocks of earlier prompts by their tokens
     counters      where `prefix/...` and `sessions/...` are counted
     rings         rings with the KV of layers with a window, which is not in the pool
-    state_places  most kept states of recurrent layers; 0 also for a model without such layers
+    state_places  most state checkpoints of recurrent layers; 0 also for a model without such layers
 
     If KV is in rings, a session's blocks are usable only together with its ring: `reusable` says
     how many are. No prefix can then be shared.
@@ -67,7 +67,8 @@ class Reuse:
     by the decode kernels and may differ in their last bits, so a turn of a session that builds on a
     reply adds none.
 
-    With kept states (`kept_states.py`), sessions and prefixes keep only the blocks of their states.
+    With state checkpoints (`state_checkpoints.py`), sessions and prefixes keep only the blocks of
+    their checkpoints.
 
     Samples of one prompt begin with its whole blocks, up to `fork`. They feed the rest themselves,
     as each draws its own first token: that takes one replay, as a copy of the rest would.
@@ -88,7 +89,7 @@ class Reuse:
         self.prefixes = prefixes
         self.rings = rings
         self.contexts: dict[Context, None] = {}
-        self.states = KeptStates(
+        self.states = StateCheckpoints(
             state_places,
             pool,
             block_size=block_size,
@@ -138,7 +139,7 @@ class Reuse:
         whole = state.position // self._block_size
         return Beginning(state.blocks[:whole], state.position, state is own, state)
 
-    def touch_kept(self, request: Request, beginning: Beginning) -> None:
+    def touch_beginning(self, request: Request, beginning: Beginning) -> None:
         """Mark the request's beginning, and its session, as most recently used."""
         if request.job.context is not None:
             self.touch(request.job.context)
@@ -429,7 +430,7 @@ class Reuse:
         request from its end. Then it evicts whole sessions without a block in use, least recently
         used first; a block that two sessions keep becomes vacant with the second one. Last come
         sessions with some blocks in use, like that of a running turn, from their first idle block
-        on. With kept states, states are evicted with their blocks, least valuable first.
+        on. With state checkpoints, states are evicted with their blocks, least valuable first.
         """
         pool = self._pool
         enough = pool.vacant + count

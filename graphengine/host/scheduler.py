@@ -83,7 +83,7 @@ class Scheduler:
     tokens_after      tokens after a position that its entries in the caches depend on
     rings             rings of layers with a window, which keep only the newest tokens; each slot
                       has one of each
-    state_places      most kept states of recurrent layers
+    state_places      most state checkpoints of recurrent layers
     counters          the counters to add to; None: its own
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
@@ -472,7 +472,7 @@ class Scheduler:
             # Use the found blocks first: otherwise they, and the rest of the session, might be
             # evicted to make room for the new ones.
             self.pool.use(found)
-            self.reuse.touch_kept(request, beginning)
+            self.reuse.touch_beginning(request, beginning)
             ring = self.reuse.take_ring(request, own=beginning.own)
             job.placement = Placement(
                 slot=slot,
@@ -537,7 +537,7 @@ class Scheduler:
             have = request.cached_tokens // self.block_size
             more = beginning.blocks[have:]
             self.pool.use(more)
-            self.reuse.touch_kept(request, beginning)
+            self.reuse.touch_beginning(request, beginning)
             own = placement.blocks[have : have + len(more)]
             placement.blocks[have : have + len(more)] = more
             self.pool.give_back(own)

@@ -152,15 +152,15 @@ def recurrent_tensors(
     return {key: buffers[recurrent_field(*key, whose)] for key in recurrent_states(states)}
 
 
-def kept_shape(state: Recurrent) -> tuple[int, ...]:
+def checkpoint_shape(state: Recurrent) -> tuple[int, ...]:
     """Shape `[depth, *shape]` of the newest tokens' entries, from which a sequence continues."""
     return (state.depth, *state.shape)
 
 
-def kept_bytes(states: Sequence[LayerStates], dtype: torch.dtype) -> int:
+def checkpoint_bytes(states: Sequence[LayerStates], dtype: torch.dtype) -> int:
     """Bytes of all recurrent states after one token, for a model in this dtype."""
     return sum(
-        math.prod(kept_shape(state)) * (state.dtype or dtype).itemsize
+        math.prod(checkpoint_shape(state)) * (state.dtype or dtype).itemsize
         for state in recurrent_states(states).values()
     )
 

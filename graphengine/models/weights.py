@@ -14,7 +14,7 @@ from torch import Tensor
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.models.checkpoints.tensor_files import Cut, Ordered
+from graphengine.models.checkpoints.tensor_files import Ordered, TensorSlice
 
 Destinations = dict[str, Tensor | Ordered]
 """Names of a checkpoint's tensors -> what they are loaded into."""
@@ -77,7 +77,7 @@ class StoredLinear(NamedTuple):
     plain: bool = False
     shared: frozenset[str] = frozenset()
     pieces: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[TensorSlice, ...] = ()
     transposed: bool = False
 
     @property

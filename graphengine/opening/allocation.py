@@ -34,8 +34,8 @@ from graphengine.models.states import RingTensors, StateTensors, cache_shape, re
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.budget.memory import MemoryPlan
-from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.records import RecordMemory, Records, new_records
+from graphengine.opening.state_checkpoint_tensors import StateCheckpointTensors
 from graphengine.program.early_stage import EarlyStage
 from graphengine.program.fields import (
     ADAPTER_OF_CHUNK,
@@ -68,7 +68,8 @@ class Allocation:
 
     caches   the target's, then the drafter's if it has one
     routing  records of experts; None if they are not recorded
-    kept     places for the states of recurrent layers
+    state_checkpoints
+             places for the states of recurrent layers
     adapters slots of adapters; None: there are none
     stream   the stream of all replays and copies; None on a CPU
     """
@@ -81,7 +82,7 @@ class Allocation:
     masks: MaskTable
     routing: Routing | None
     caches: tuple[PagedCache, ...]
-    kept: KeptTensors
+    state_checkpoints: StateCheckpointTensors
     program: StepProgram
     adapters: AdapterTable | None
     stream: torch.cuda.Stream | None
@@ -131,7 +132,7 @@ def allocate(
         ),
         routing=held.routing,
         caches=caches,
-        kept=KeptTensors(
+        state_checkpoints=StateCheckpointTensors(
             model.config.states, buffers, memory.state_places, [cache for cache, _ in caches]
         ),
         program=program,

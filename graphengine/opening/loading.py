@@ -43,7 +43,7 @@ from graphengine.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class CheckpointContents(NamedTuple):
     """A checkpoint's contents, and the model made from them, before anything is allocated.
 
     place        where this rank is; `model` has its share of each layer of its stage
@@ -85,11 +85,13 @@ def open_checkpoint(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
 ) -> Opened:
     """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
-    found = read_checkpoint(path, config)
-    return load_checkpoint(found, plan_checkpoint(found, config), config, progress)
+    contents = read_checkpoint(path, config)
+    return load_checkpoint(contents, plan_checkpoint(contents, config), config, progress)
 
 
-def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
+def read_checkpoint(
+    path: str | Path, config: EngineConfig, share: Share = WHOLE
+) -> CheckpointContents:
     """Read a checkpoint's configs and tokenizer, for this rank's share or stage."""
     checkpoint = Checkpoint.open(path)
     if config.load_format == "dummy":
@@ -110,7 +112,7 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     )
     drafter = make_drafter(config, checkpoint, model, place.shard)
     calibration = calibration_ids(config, model, tokenizer)
-    found = Found(
+    contents = CheckpointContents(
         checkpoint=checkpoint,
         place=Place(place.shard, WHOLE),
         whole=whole,
@@ -123,7 +125,7 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
         calibration=calibration,
         adapters=adapter_sizes(config, whole),
     )
-    return found_of_stage(found, place.pipe) if config.pipeline_parallel > 1 else found
+    return stage_contents(contents, place.pipe) if config.pipeline_parallel > 1 else contents
 
 
 def _drawn(checkpoint: Checkpoint, device: str) -> Checkpoint:
@@ -135,7 +137,7 @@ def _drawn(checkpoint: Checkpoint, device: str) -> Checkpoint:
     return checkpoint.drawn(device)
 
 
-def found_of_stage(found: Found, pipe: Share) -> Found:
+def stage_contents(contents: CheckpointContents, pipe: Share) -> CheckpointContents:
     """The part of a pipeline's rank, with its share of each layer; see `stage_of_rank`.
 
     Raises ValueError like `of_stage`.
@@ -143,33 +145,37 @@ def found_of_stage(found: Found, pipe: Share) -> Found:
     stage = stage_of_rank(pipe)
     early = stage.rank < stage.ranks - 1
     # Draft modules, whose layers are in the model's checkpoint, embed the tokens they draft.
-    embeds = not early and bool(found.drafter.needs.states) and found.drafter.own_checkpoint is None
-    whole, model = (
-        of_stage(each, stage, whole=found.whole, embeds=embeds)
-        for each in (found.whole, found.split)
+    embeds = (
+        not early
+        and bool(contents.drafter.needs.states)
+        and contents.drafter.own_checkpoint is None
     )
-    drafter = RemoteDrafter(found.drafter) if early else found.drafter
-    place = found.place._replace(pipe=pipe)
-    return found._replace(place=place, whole_stage=whole, model=model, drafter=drafter)
+    whole, model = (
+        of_stage(each, stage, whole=contents.whole, embeds=embeds)
+        for each in (contents.whole, contents.split)
+    )
+    drafter = RemoteDrafter(contents.drafter) if early else contents.drafter
+    place = contents.place._replace(pipe=pipe)
+    return contents._replace(place=place, whole_stage=whole, model=model, drafter=drafter)
 
 
-def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
+def plan_checkpoint(contents: CheckpointContents, config: EngineConfig) -> MemoryPlan:
     """Plan the memory that an engine will hold, within what is free now."""
     memory = plan_with_footprint(
-        found.model,
+        contents.model,
         config,
-        checkpoint_dtype=stored_dtype(found.checkpoint),
-        drafter=found.drafter,
-        calibration_tokens=len(found.calibration),
-        adapters=found.adapters,
-        place=found.place,
+        checkpoint_dtype=stored_dtype(contents.checkpoint),
+        drafter=contents.drafter,
+        calibration_tokens=len(contents.calibration),
+        adapters=contents.adapters,
+        place=contents.place,
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
     return memory
 
 
 def load_checkpoint(
-    found: Found,
+    contents: CheckpointContents,
     memory: MemoryPlan,
     config: EngineConfig,
     progress: Callable[[int, int], None] | None = None,
@@ -178,13 +184,13 @@ def load_checkpoint(
 
     With several ranks, the caller has all of them `calibrate` together afterwards.
     """
-    checkpoint, whole, model_config = found.checkpoint, found.whole, found.model
-    share = found.place.shard
+    checkpoint, whole, model_config = contents.checkpoint, contents.whole, contents.model
+    share = contents.place.shard
     drafter, tokenizer, eos_ids, ids = (
-        found.drafter,
-        found.tokenizer,
-        found.eos_ids,
-        found.calibration,
+        contents.drafter,
+        contents.tokenizer,
+        contents.eos_ids,
+        contents.calibration,
     )
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)

@@ -18,7 +18,7 @@ from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import (
-    Found,
+    CheckpointContents,
     Opened,
     load_checkpoint,
     plan_checkpoint,
@@ -50,16 +50,16 @@ def open_with_ranks(
     devices, share = rank_devices(config), launched_share(config)
     if share is not None and share.rank:
         follow(path, config, share, devices)
-    found = read_checkpoint(path, config, Share(0, config.ranks))
-    memories = [plan_checkpoint(found, config)] * config.ranks
+    contents = read_checkpoint(path, config, Share(0, config.ranks))
+    memories = [plan_checkpoint(contents, config)] * config.ranks
     launched = share is not None
-    ranks = Ranks(found.checkpoint, config, memories, devices, launched=launched)
-    return lead_ranks(ranks, found, memories[0], config, progress, kind)
+    ranks = Ranks(contents.checkpoint, config, memories, devices, launched=launched)
+    return lead_ranks(ranks, contents, memories[0], config, progress, kind)
 
 
 def lead_ranks(
     ranks: Ranks,
-    found: Found,
+    contents: CheckpointContents,
     memory: MemoryPlan,
     config: EngineConfig,
     progress: Callable[[int, int], None] | None,
@@ -70,10 +70,10 @@ def lead_ranks(
     """
     try:
         with ranks.explained():
-            opened = load_checkpoint(found, memory, config, progress)
+            opened = load_checkpoint(contents, memory, config, progress)
             ranks.wait_for(Stage.LOADED)
             ranks.let(Stage.LOADED)
-            return opened, kind(opened, memory, config, ranks, found)
+            return opened, kind(opened, memory, config, ranks, contents)
     except BaseException:
         ranks.broken = True
         ranks.close()
@@ -92,14 +92,14 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         memory: MemoryPlan,
         config: EngineConfig,
         ranks: Ranks,
-        found: Found,
+        contents: CheckpointContents,
     ) -> None:
         self.ranks = ranks
         share = Share(0, config.ranks)
         groups = ProcessGroups(ranks.rendezvous, share, memory, config, check=ranks.check)
         try:
             with ranks.watched(groups.abandon):
-                super().__init__(opened, found, config, groups)
+                super().__init__(opened, contents, config, groups)
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
             groups.abandon()
@@ -107,7 +107,7 @@ class DriverRuntime(WatchedWaits, RankRuntime):
             raise
         ranks.remove_folder()
         groups.wait_up_to(config.wait_limit_s)
-        self._found, self._dtype = found, memory.dtype
+        self._contents, self._dtype = contents, memory.dtype
         self._fingerprints: dict[str, str] = {}
         self.rank_times = _Times(ranks, groups, config)
         if self.stream is not None:
@@ -182,8 +182,8 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         ValueError where the checkpoint has changed.
         """
         if "model" not in self._fingerprints:
-            whole = self._found.whole.allocate(device="meta", dtype=self._dtype)
-            source = self._found.checkpoint
+            whole = self._contents.whole.allocate(device="meta", dtype=self._dtype)
+            source = self._contents.checkpoint
             self._fingerprints["model"] = self._whole_fingerprint(whole, source)
         return self._fingerprints["model"]
 
@@ -191,16 +191,16 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         """The fingerprint of the drafter's whole weights; of this rank's weights where they cannot
         be read as they are from a checkpoint.
         """
-        drafted = self._found.drafter.whole_weights(self._dtype)
+        drafted = self._contents.drafter.whole_weights(self._dtype)
         if drafted is None:
             return super()._drafter_fingerprint()
         if "drafter" not in self._fingerprints:
-            source = self._found.drafter.whole_checkpoint or self._found.checkpoint
+            source = self._contents.drafter.whole_checkpoint or self._contents.checkpoint
             self._fingerprints["drafter"] = self._whole_fingerprint(drafted, source)
         return self._fingerprints["drafter"]
 
     def _whole_fingerprint(self, weights: StoredWeights, source: Checkpoint) -> str:
-        name = self._found.whole.embedding_name
+        name = self._contents.whole.embedding_name
         return whole_fingerprint(weights, source, name, self.device)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Stage(IntEnum):
     ENDED = 5
 
 
-class Taken(NamedTuple):
+class ReceivedCommand(NamedTuple):
     """A command as it was taken; `to` is the rank it is addressed to, or `ALL`."""
 
     command: Command
@@ -191,7 +191,7 @@ class RankEnd:
         """Tell the driver how far this rank is."""
         self._own[_STAGE] = stage
 
-    def take(self) -> Taken | None:
+    def take(self) -> ReceivedCommand | None:
         """The command that is due, or None until it has arrived completely."""
         views, number = self._views, int(self._own[_DONE]) + 1
         at = number % views.entries
@@ -204,7 +204,7 @@ class RankEnd:
         data = views.data[at, :size].tobytes()
         if views.check_of(number, data) != check:
             return None
-        return Taken(self._codec.decode(Encoded(kind, numbers, data)), to)
+        return ReceivedCommand(self._codec.decode(Encoded(kind, numbers, data)), to)
 
     def finish(self) -> None:
         """Mark the command that was taken as done."""

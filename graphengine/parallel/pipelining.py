@@ -12,11 +12,11 @@ from graphengine.config import EngineConfig
 from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import (
-    Found,
+    CheckpointContents,
     Opened,
-    found_of_stage,
     plan_checkpoint,
     read_checkpoint,
+    stage_contents,
 )
 from graphengine.parallel.driver_runtime import DriverRuntime, lead_ranks
 from graphengine.parallel.ranks import Ranks, rank_devices
@@ -40,21 +40,21 @@ def open_pipeline(
             f"torchrun has started {started}"
         )
     devices = rank_devices(config)
-    found = read_checkpoint(path, config, Share(0, config.ranks))
-    memories = plan_stages(found, config)
+    contents = read_checkpoint(path, config, Share(0, config.ranks))
+    memories = plan_stages(contents, config)
     of_ranks = [memory for memory in memories for _ in range(config.tensor_parallel)]
-    ranks = Ranks(found.checkpoint, config, of_ranks, devices)
-    return lead_ranks(ranks, found, memories[0], config, progress, PipelineRuntime)
+    ranks = Ranks(contents.checkpoint, config, of_ranks, devices)
+    return lead_ranks(ranks, contents, memories[0], config, progress, PipelineRuntime)
 
 
-def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
-    """The memory plan of a rank of each stage, rank 0's first, from what rank 0 has found.
+def plan_stages(contents: CheckpointContents, config: EngineConfig) -> list[MemoryPlan]:
+    """The memory plan of a rank of each stage, rank 0's first, from what rank 0 has read.
 
     All stages have as many blocks as the one with the least room, and equally many places for
     states. Raises ValueError and OutOfBudget like `plan_checkpoint`.
     """
     count = config.pipeline_parallel
-    stages = [found_of_stage(found, Share(rank, count)) for rank in range(count)]
+    stages = [stage_contents(contents, Share(rank, count)) for rank in range(count)]
     plans = [plan_checkpoint(stage, config) for stage in stages]
     least = replace(
         config,
@@ -85,12 +85,12 @@ class PipelineRuntime(DriverRuntime):
         memory: MemoryPlan,
         config: EngineConfig,
         ranks: Ranks,
-        found: Found,
+        contents: CheckpointContents,
     ) -> None:
         self.queue = HostQueue()
         # Number of calls queued up to each replay, by the replay's sequence number.
         self._ends: dict[int, int] = {}
-        super().__init__(opened, memory, config, ranks, found)
+        super().__init__(opened, memory, config, ranks, contents)
         if self.stream is None:
             self._copies = self.queue
             ranks.before_waiting = self.queue.run

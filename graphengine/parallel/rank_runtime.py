@@ -25,7 +25,7 @@ from graphengine.core.runtime import Operation, Runtime
 from graphengine.models.adapters.adapter import Adapter
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.draft_updating import drafts_in_folder
-from graphengine.opening.loading import Found, Opened
+from graphengine.opening.loading import CheckpointContents, Opened
 from graphengine.opening.records import RecordMemory
 from graphengine.parallel.process_groups import ProcessGroups
 from graphengine.parallel.sharded_state import ShardedState
@@ -34,7 +34,7 @@ from graphengine.parallel.sharded_state import ShardedState
 class RankRuntime(Runtime):
     """The runtime of a rank that has joined the others in `groups`.
 
-    found      what this rank has found in the checkpoint
+    contents   what this rank has read of the checkpoint
     records    see `Runtime`
 
     state      this rank's shard of KV and states
@@ -44,7 +44,7 @@ class RankRuntime(Runtime):
     def __init__(
         self,
         opened: Opened,
-        found: Found,
+        contents: CheckpointContents,
         config: EngineConfig,
         groups: ProcessGroups,
         records: RecordMemory | None = None,
@@ -53,12 +53,12 @@ class RankRuntime(Runtime):
         self.groups, self._loaded = groups, opened.loaded
         self.temporary: Path | None = None
         group, stages = groups.tensor, groups.stages
-        if found.calibration:
-            calibrate(model, memory, config, drafter, found.calibration, group)
+        if contents.calibration:
+            calibrate(model, memory, config, drafter, contents.calibration, group)
         super().__init__(
             model, memory, config, drafter, group=group, stages=stages, records=records
         )
-        self.state = ShardedState(self, found, groups, memory.state_places)
+        self.state = ShardedState(self, contents, groups, memory.state_places)
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -31,11 +31,11 @@ from graphengine.models.splitting.stages import stage_spans
 from graphengine.models.states import (
     LayerStates,
     Recurrent,
-    kept_shape,
+    checkpoint_shape,
     paged_states,
     recurrent_states,
 )
-from graphengine.opening.loading import Found
+from graphengine.opening.loading import CheckpointContents
 from graphengine.parallel.process_groups import ProcessGroups
 
 ROWS_AT_ONCE = 16
@@ -81,22 +81,24 @@ class ShardedState:
     Each stage has a tensor of the target's cache, and one of each of its recurrent states. The
     drafter's cache is on the driver's stage alone.
 
-    found   what this rank has found in the checkpoint
-    places  how many states of a sequence are kept; 0: no recurrent states are
+    contents  what this rank has read of the checkpoint
+    places    how many states of a sequence are kept; 0: no recurrent states are
     """
 
-    def __init__(self, runtime: Runtime, found: Found, groups: ProcessGroups, places: int) -> None:
+    def __init__(
+        self, runtime: Runtime, contents: CheckpointContents, groups: ProcessGroups, places: int
+    ) -> None:
         self._runtime, self._group, self._stages = runtime, groups.tensor, groups.stages
         self._share = WHOLE if groups.tensor is None else groups.tensor.share
-        layers = [found.whole.states]
+        layers = [contents.whole.states]
         if self._stages is not None:
-            spans = stage_spans(found.whole, self._stages.share.ranks)
-            layers = [found.whole.states[span.first : span.stop] for span in spans]
+            spans = stage_spans(contents.whole, self._stages.share.ranks)
+            layers = [contents.whole.states[span.first : span.stop] for span in spans]
         # For each stage, the layers with KV, and the recurrent states.
         self._paged = [len(paged_states(each)) for each in layers]
         self._states = [[*recurrent_states(each).values()] if places else [] for each in layers]
-        target = found.whole_stage.states, found.model.states
-        drafter = found.drafter.whole_states, found.drafter.needs.states
+        target = contents.whole_stage.states, contents.model.states
+        drafter = contents.drafter.whole_states, contents.drafter.needs.states
         # A drafter without KV of its own has no cache.
         self._heads = [_heads(*pair) for pair in (target, drafter) if paged_states(pair[0])]
         self._recurrent = _recurrent(*target) if places else []
@@ -110,7 +112,7 @@ class ShardedState:
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """`Runtime.state_shapes` of all ranks together."""
-        return tuple(kept_shape(state) for stage in self._states for state in stage)
+        return tuple(checkpoint_shape(state) for stage in self._states for state in stage)
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -190,7 +192,7 @@ class ShardedState:
 
     def _states_of_stages(self) -> list[list[Tensor]]:
         return [
-            [torch.empty(kept_shape(state), dtype=self._dtype(state)) for state in stage]
+            [torch.empty(checkpoint_shape(state), dtype=self._dtype(state)) for state in stage]
             for stage in self._states
         ]
 

@@ -122,14 +122,14 @@ def _start(
         kv_blocks=call["kv_blocks"],
         swap_blocks=call["swap_blocks"],
     )
-    found = read_checkpoint(path, config, share)
-    memory = replace(plan_checkpoint(found, config), load_bytes=call["load_bytes"])
+    contents = read_checkpoint(path, config, share)
+    memory = replace(plan_checkpoint(contents, config), load_bytes=call["load_bytes"])
     _check_plan(_described(memory), call["plan"], share)
     folder = Path(call["folder"])
     shape = LinkShape.of_loads(share.ranks - 1, memory.load_bytes)
     return RankStart(
         share=share,
-        path=os.fspath(found.checkpoint.path),
+        path=os.fspath(contents.checkpoint.path),
         digest=call["digest"],
         config=config,
         memory=memory,

@@ -22,9 +22,9 @@ from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRout
 from graphengine.core.runtime import Operation
 from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan, available_bytes
-from graphengine.opening.loading import Found, Opened, load_checkpoint, read_checkpoint
+from graphengine.opening.loading import CheckpointContents, Opened, load_checkpoint, read_checkpoint
 from graphengine.parallel.data_parallel.shared_records import SharedRecords
-from graphengine.parallel.link import ALL, LinkMemory, RankEnd, Stage, Taken
+from graphengine.parallel.link import ALL, LinkMemory, RankEnd, ReceivedCommand, Stage
 from graphengine.parallel.process_groups import ProcessGroups
 from graphengine.parallel.rank_processes import is_running
 from graphengine.parallel.rank_runtime import RankRuntime
@@ -119,7 +119,7 @@ class WorkerRuntime(RankRuntime):
     def __init__(
         self,
         opened: Opened,
-        found: Found,
+        contents: CheckpointContents,
         config: EngineConfig,
         groups: ProcessGroups,
         end: RankEnd,
@@ -127,7 +127,7 @@ class WorkerRuntime(RankRuntime):
     ) -> None:
         self._end, self._shared = end, shared
         mailboxes = None if shared is None else shared.mailboxes
-        super().__init__(opened, found, config, groups, records=mailboxes)
+        super().__init__(opened, contents, config, groups, records=mailboxes)
 
     def _repeat_load(self, command: Load) -> None:
         acknowledged, buffers = command.acknowledged, self.buffers
@@ -213,13 +213,13 @@ class _Worker:
             torch.cuda.set_device(memory.device)
             available = int(available_bytes(memory.device) * config.memory_fraction)
             memory.budget.check(available)
-        found = read_checkpoint(self._start.path, config, share)
-        if found.checkpoint.digest != self._start.digest:
+        contents = read_checkpoint(self._start.path, config, share)
+        if contents.checkpoint.digest != self._start.digest:
             raise ValueError(
                 f"rank {share.rank} of {share.ranks} finds other configs or tensors in "
-                f"{found.checkpoint.path} than the driver has read"
+                f"{contents.checkpoint.path} than the driver has read"
             )
-        loaded = load_checkpoint(found, memory, config)
+        loaded = load_checkpoint(contents, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
         shared, rendezvous = None, self._start.rendezvous
@@ -227,7 +227,7 @@ class _Worker:
             shared = SharedRecords.of_rank(rendezvous, share.rank, config, memory, written=True)
         watch = None if shared is None else shared.watch
         groups = ProcessGroups(rendezvous, share, memory, config, watch)
-        runtime = WorkerRuntime(loaded, found, config, groups, self._end, shared)
+        runtime = WorkerRuntime(loaded, contents, config, groups, self._end, shared)
         groups.wait_up_to(config.wait_limit_s if groups.stages is None else _STAGE_LIMIT_S)
         self._runtime = runtime
         self._end.reach(Stage.FOLLOWING)
@@ -242,7 +242,7 @@ class _Worker:
     def _follow(self, runtime: WorkerRuntime) -> None:
         """Execute the driver's commands until it closes."""
 
-        def due() -> Taken | None:
+        def due() -> ReceivedCommand | None:
             runtime.groups.check()
             return self._end.take()
 

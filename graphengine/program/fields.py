@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphengine.buckets import Field, Owner, Part
+from graphengine.buckets import Field, LaneUpdate, Owner
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan, PrefillChunk
@@ -383,7 +383,7 @@ def _embeds_update(embeds: Embeds, first: int, stop: int) -> dict[str, Any]:
         for run in found:
             rows[run.start - start : run.stop - start] = run.rows
     bits = rows.view(BITS[rows.element_size()]).numpy()
-    return {EMBEDS_FIELD: Part(start - first, bits)}
+    return {EMBEDS_FIELD: LaneUpdate(start - first, bits)}
 
 
 def ring_updates(

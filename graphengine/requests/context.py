@@ -9,11 +9,11 @@ from typing import Protocol
 class StateHolder(Protocol):
     """A session's context, or the placement of a request that has made states."""
 
-    states: list[KeptState]
+    states: list[StateCheckpoint]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class KeptState:
+class StateCheckpoint:
     """The states of all recurrent layers after the first `position` tokens of a sequence, and the
     KV of these tokens. Nothing writes into it.
 
@@ -56,7 +56,7 @@ class HeldRing:
 class Context:
     """The KV that a session keeps: blocks of its first `len(blocks) * block_size` tokens.
 
-    states   kept states of a model with recurrent layers, by position; their blocks replace
+    states   state checkpoints of a model with recurrent layers, by position; their blocks replace
              `blocks`
     ring     the ring with the KV of its turns; if the engine has rings, its blocks are useless
              without one
@@ -66,7 +66,7 @@ class Context:
     """
 
     blocks: list[int] = field(default_factory=list)
-    states: list[KeptState] = field(default_factory=list)
+    states: list[StateCheckpoint] = field(default_factory=list)
     ring: HeldRing | None = None
     evicted: bool = False
     closed: bool = False

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from graphengine.requests.adapters import LoadedAdapter
-    from graphengine.requests.context import Context, HeldRing, KeptState, SharedPrompt
+    from graphengine.requests.context import Context, HeldRing, SharedPrompt, StateCheckpoint
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
@@ -49,7 +49,7 @@ class Placement:
     blocks: list[int] = field(default_factory=list)
     swap_blocks: list[int] = field(default_factory=list)
     ring: HeldRing | None = None
-    states: list[KeptState] = field(default_factory=list)
+    states: list[StateCheckpoint] = field(default_factory=list)
     prefilled: int = 0
     noted: int = 0
     begun: bool = False

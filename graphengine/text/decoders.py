@@ -75,7 +75,7 @@ def text_decoder(library: tokenizers.Tokenizer, *, continues: bool = False) -> T
             return LibraryStream(library)
         stages.append(stage)
         # A joined text begins with what came before.
-        first |= isinstance(stage, _Joined)
+        first |= isinstance(stage, _Concatenated)
     return Pipeline(stages) if stages else LibraryStream(library)
 
 
@@ -168,7 +168,7 @@ def _make_stage(member: dict[str, Any], *, first: bool, begins: bool) -> Stage |
     return None
 
 
-class _Whole:
+class _WholeTexts:
     """A stage that needs the whole of each text."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class _Whole:
         raise NotImplementedError
 
 
-class _Joined(_Whole):
+class _Concatenated(_WholeTexts):
     """A member that makes one text of all texts; it begins with the first piece that has text."""
 
     def __init__(self, *, begins: bool) -> None:
@@ -210,12 +210,12 @@ class _Joined(_Whole):
         return ""
 
 
-class _Fuse(_Joined):
+class _Fuse(_Concatenated):
     def push(self, piece: Piece) -> Iterable[Piece]:
         return self.grow(piece.text)
 
 
-class _ByteLevel(_Joined):
+class _ByteLevel(_Concatenated):
     def __init__(self, *, begins: bool) -> None:
         super().__init__(begins=begins)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -227,7 +227,7 @@ class _ByteLevel(_Joined):
         return self._utf8.decode(b"", final=True)
 
 
-class _ByteFallback(_Whole):
+class _ByteFallback(_WholeTexts):
     """Texts like `<0xE2>` are bytes. A run of them is one text, if it is UTF-8.
 
     If a run is not UTF-8, the library replaces every byte of it, complete characters included. Here

@@ -114,7 +114,7 @@ def accesses_of(kernel: Any, arguments: Mapping[str, Any]) -> Accesses:
 
 @functools.cache
 def _accesses(fn: Any, arguments: tuple[tuple[str, _Value], ...]) -> Accesses:
-    found = _Found()
+    found = _AccessesSoFar()
     _Body(fn, dict(arguments), found).follow()
     return Accesses(
         frozenset(found.reads),
@@ -216,7 +216,7 @@ def _computed(compute: Callable[..., Any], *args: _Value, **named: _Value) -> _V
 
 
 @dataclass(slots=True)
-class _Found:
+class _AccessesSoFar:
     """Accesses so far.
 
     waited   whether the launch has waited for the one before
@@ -245,7 +245,7 @@ class _Found:
 class _Body:
     """The body of one kernel function, with the values of its variables so far."""
 
-    def __init__(self, fn: Any, variables: dict[str, _Value], found: _Found) -> None:
+    def __init__(self, fn: Any, variables: dict[str, _Value], found: _AccessesSoFar) -> None:
         self._fn, self._variables, self._found = fn, variables, found
         self._returned: _Value | None = None
 

@@ -147,7 +147,7 @@ def _cores() -> int:
 
 def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[int, int]:
     """How many kernels were compiled, and how many were read from disk."""
-    found, compilers = _Found(), _Compilers(workers)
+    found, compilers = _UncompiledKernels(), _Compilers(workers)
     # Triton changes the warning filters and restores them; threads that do so at the same time
     # would leave them changed.
     with (
@@ -169,7 +169,7 @@ def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[i
     return compilers.compiled, len(found.names) - compilers.compiled
 
 
-class _Found:
+class _UncompiledKernels:
     """Kernels that the steps launch and that are not in memory yet, with names for errors."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class ResidualArgs(NamedTuple):
 
 
 class KeepingArgs(NamedTuple):
-    """`ResidualArgs`, and where the stream is also stored (`residual.Kept`)."""
+    """`ResidualArgs`, and where the stream is also stored (`residual.StreamCopy`)."""
 
     x: torch.Tensor
     next_norm: torch.Tensor

@@ -86,7 +86,7 @@ class Cut(NamedTuple):
     warps: Any
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """The part of a product that a program computes."""
 
     weight: Any

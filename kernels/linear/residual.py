@@ -19,7 +19,7 @@ from torch.nn import functional
 from graphengine.kernels.core.lanes import live_rows, output_rows, sum_rows
 
 
-class Kept(NamedTuple):
+class StreamCopy(NamedTuple):
     """Where the stream is also stored, for a reader other than the next block."""
 
     rows: torch.Tensor
@@ -37,7 +37,7 @@ class Residual(NamedTuple):
     """model dtype [N, H]: x times the weight of the RMSNorm that reads it next."""
     squares: torch.Tensor
     """float32 [T, N]: partial sums of x * x; the whole is their sum in order of T."""
-    kept: Kept | None = None
+    kept: StreamCopy | None = None
     """Where each kernel that changes x also stores it; None: nowhere."""
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.buckets import Field, Part, StaticBuffers, lane_values, static
+from graphengine.buckets import Field, LaneUpdate, StaticBuffers, lane_values, static
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LANES, WIDTH = 4, 3
@@ -221,7 +221,7 @@ def test_staging_blocks_wait_for_their_replay() -> None:
 def test_a_repeated_load_is_one() -> None:
     """It copies the same bytes, takes a staging block, and counts replays."""
     buffers, others = make(), make(staging_blocks=1)
-    (copied,) = buffers.load({"rows": Part(1, [3, 4])}, sequence=2)
+    (copied,) = buffers.load({"rows": LaneUpdate(1, [3, 4])}, sequence=2)
     assert copied.stop - copied.start == 8 == len(buffers.image(copied))
     others["table"].fill_(99)
     others.repeat(copied, buffers.image(copied), sequence=2)
@@ -465,7 +465,7 @@ def test_a_copy_to_a_stream_is_one_call_and_a_refused_one_goes_to_torch(
     buffers = make()
     stream: Any = RawStream()
     buffers.load({"count": 5, "rows": [3]}, sequence=1, stream=stream)
-    buffers.load({"rows": Part(2, [8, 9])}, sequence=2, stream=stream)
+    buffers.load({"rows": LaneUpdate(2, [8, 9])}, sequence=2, stream=stream)
     assert buffers["count"].tolist() == [5] and buffers["rows"].tolist() == [3, -1, 8, 9]
     failed = ["cleared"] if status else []
     whole = buffers.staging_nbytes // 3
@@ -486,7 +486,7 @@ def test_a_part_changes_its_lanes_and_copies_no_others(device: str) -> None:
     table = [[lane + 1] * WIDTH for lane in range(LANES)]
     buffers.load({"table": table, "rows": [5, 6]}, sequence=1)
     buffers["table"][0] = 99  # as no one may: shows what is copied
-    buffers.load({"table": Part(1, [[7, 8, 9], [4]])}, sequence=2)
+    buffers.load({"table": LaneUpdate(1, [[7, 8, 9], [4]])}, sequence=2)
     found = buffers["table"].cpu().tolist()
     assert found == [[99] * WIDTH, [7, 8, 9], [4, 0, 0], table[3]]
     assert buffers["rows"].cpu().tolist() == [5, 6, -1, -1]
@@ -496,18 +496,18 @@ def test_a_part_changes_its_lanes_and_copies_no_others(device: str) -> None:
     # With two parts, all between them; with a part and a whole field, the group.
     buffers["table"][:] = 99
     buffers.acknowledge(3)
-    parts = {"table": Part(0, [[1] * WIDTH]), "rows": Part(LANES - 1, [3])}
+    parts = {"table": LaneUpdate(0, [[1] * WIDTH]), "rows": LaneUpdate(LANES - 1, [3])}
     buffers.load(parts, sequence=4)
     assert buffers["table"].cpu().tolist()[1:] == [[99] * WIDTH] * (LANES - 1)
     assert buffers["rows"].cpu().tolist() == [5, 6, -1, 3]
-    buffers.load({"count": 2, "rows": Part(0, [])}, sequence=5)
+    buffers.load({"count": 2, "rows": LaneUpdate(0, [])}, sequence=5)
     assert buffers["table"].cpu().tolist() == [[1] * WIDTH, [7, 8, 9], [4, 0, 0], table[3]]
 
 
 @pytest.mark.parametrize("names", [("rows", "top_p"), ("top_p", "rows")])
 def test_parts_of_several_fields_arrive_in_one_copy(names: tuple[str, str]) -> None:
     buffers = make()
-    buffers.load({name: Part(1, [3, 4]) for name in names}, sequence=1)
+    buffers.load({name: LaneUpdate(1, [3, 4]) for name in names}, sequence=1)
     assert buffers["rows"].tolist() == [-1, 3, 4, -1]
     assert buffers["top_p"].tolist() == [1, 3, 4, 1]
 
@@ -515,7 +515,7 @@ def test_parts_of_several_fields_arrive_in_one_copy(names: tuple[str, str]) -> N
 def test_a_part_past_the_lanes_is_refused() -> None:
     buffers = make()
     before = contents(buffers)
-    for part in (Part(3, [1, 2]), Part(-1, [1]), Part(5, [])):
+    for part in (LaneUpdate(3, [1, 2]), LaneUpdate(-1, [1]), LaneUpdate(5, [])):
         with pytest.raises(ValueError, match=r"'rows' has 4 lanes, got \d from lane -?\d on"):
             buffers.load({"rows": part}, sequence=1)
     assert contents(buffers) == before

@@ -44,7 +44,7 @@ HAPPENED = (
     "sessions/reused_tokens", "finished/cancelled", "finished/deadline", "rewinds", "forks",
     "snapshots", "restores", "stopped", "callbacks", "logprobs",
 )  # fmt: skip
-# With a model that has a recurrent layer, whose KV is of use only together with kept states.
+# With a model that has a recurrent layer, whose KV is of use only together with state checkpoints.
 RECURRENT: dict[str, tuple[Callable[[Path], Speculative | None], dict[str, Any]]] = {
     "plain-0": (lambda path: None, {"lookahead": 0, "session_states": 8, "kv_blocks": 19}),
     "plain-1": (lambda path: None, {"session_states": 8, "kv_blocks": 19}),

@@ -26,11 +26,11 @@ def info(options: argparse.Namespace) -> None:
     and capture nothing.
     """
     config = EngineConfig(**read_engine_options(options))
-    found = read_checkpoint(options.checkpoint, config, Share(0, config.ranks))
-    memories, model = [plan_checkpoint(found, config)], found.model
+    contents = read_checkpoint(options.checkpoint, config, Share(0, config.ranks))
+    memories, model = [plan_checkpoint(contents, config)], contents.model
     if config.pipeline_parallel > 1:
-        last, *others = plan_stages(found, config)
-        memories, model = [*others, last], found.split
+        last, *others = plan_stages(contents, config)
+        memories, model = [*others, last], contents.split
     memory = memories[-1]
     facts: dict[str, Any] = {
         "architecture": model.architecture,
@@ -55,7 +55,7 @@ def info(options: argparse.Namespace) -> None:
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),
         "sampling_defaults": config.sampling_defaults,
-        "generation_config": recommended_sampling(found.checkpoint),
+        "generation_config": recommended_sampling(contents.checkpoint),
     }
     kv = {
         "kv_bytes_per_1000_tokens": sum(each.kv_bytes(1000) for each in memories),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphengine.models.adapters.adapter import Adapter, AdapterPart
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.quantised.config import quantisation_of
 
 _WEIGHT = ".weight"
@@ -46,7 +46,7 @@ class _Merge:
     def __init__(self, parts: Mapping[str, AdapterPart]) -> None:
         self._parts = parts
 
-    def __call__(self, name: str, value: Tensor, cut: Cut | None) -> Tensor:
+    def __call__(self, name: str, value: Tensor, cut: TensorSlice | None) -> Tensor:
         part = self._parts.get(name.removesuffix(_WEIGHT))
         if part is None or not name.endswith(_WEIGHT):
             return value

@@ -29,7 +29,7 @@ from graphengine.kernels.linear.prefill.lane_codes import (
 )
 from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_product
 from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
-from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
+from graphengine.kernels.linear.residual import Product, Residual, StreamCopy, sums_of_squares
 from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.kernels.norm_rope.activation import Activation
 from graphengine.kernels.norm_rope.layer_norm import (
@@ -164,11 +164,11 @@ def _whole_product(call: LinearCall, launch: DecodeLaunch) -> Product:
 
 def kept_rows(
     streams: Mapping[int, Tensor], layer: int, residual: Residual, scale: float = 1.0
-) -> Kept | None:
+) -> StreamCopy | None:
     """Where decode leaves the stream after a layer; None: nowhere."""
     if layer not in streams:
         return None
-    return Kept(streams[layer][: len(residual.x)], scale)
+    return StreamCopy(streams[layer][: len(residual.x)], scale)
 
 
 def keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor], scale: float = 1.0) -> None:

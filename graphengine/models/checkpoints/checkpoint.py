@@ -35,9 +35,9 @@ from graphengine.models.checkpoints.tensor_files import (
     DTYPE_NAMES,
     MOST_NAMED,
     WEIGHT_DTYPES,
-    Cut,
     Ordered,
     TensorInfo,
+    TensorSlice,
     find_tensors,
     read_header,
 )
@@ -46,7 +46,7 @@ from graphengine.options.devices import DTYPES
 
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Ordered | Sequence[Tensor]]
-Merge = Callable[[str, Tensor, Cut | None], Tensor]
+Merge = Callable[[str, Tensor, TensorSlice | None], Tensor]
 """Makes the value of a tensor, by its name, of what is stored, or of a part of that."""
 
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
@@ -179,7 +179,7 @@ class Checkpoint:
         text = json.dumps(told, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def cut(self, cuts: Mapping[str, Cut]) -> Self:
+    def cut(self, cuts: Mapping[str, TensorSlice]) -> Self:
         """This checkpoint with only a part of each tensor that `cuts` names.
 
         Files are mapped, so no other byte of these tensors is read.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graphengine.models.checkpoints.tensor_files import Cut, TensorInfo
+from graphengine.models.checkpoints.tensor_files import TensorInfo, TensorSlice
 from graphengine.models.hf.config_schema import KEYS, QWEN3_5_KEYS, language_model, read_keys
 
 _ATTENTION = ".attention.query_key_value."
@@ -73,7 +73,7 @@ def _part_of(
             f"rows each, and rows that share a scale must be of one of {pieces}"
         )
     scaled = tuple((start // block, length // block) for start, length in spans)
-    return info.part(Cut(0, scaled, have))
+    return info.part(TensorSlice(0, scaled, have))
 
 
 def _pieces(fused: str, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:

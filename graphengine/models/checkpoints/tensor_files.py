@@ -52,7 +52,7 @@ MOST_NAMED = 5
 """Most tensors that a message names: a file may lack thousands."""
 
 
-class Cut(NamedTuple):
+class TensorSlice(NamedTuple):
     """Some spans of the `whole` values that a tensor has along `axis`.
 
     spans  (start, length) of each, in the order in which they are read
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
         """Values of all spans."""
         return sum(length for _, length in self.spans)
 
-    def narrowed(self, inner: Cut) -> Cut:
+    def narrowed(self, inner: TensorSlice) -> TensorSlice:
         """The part `inner` of this part, as a part of the whole."""
         assert inner.axis == self.axis and inner.whole == self.length, f"{inner=} of {self}"
         spans = []
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
                 if low < high:
                     spans.append((own + low - at, high - low))
                 at += count
-        return Cut(self.axis, tuple(spans), self.whole)
+        return TensorSlice(self.axis, tuple(spans), self.whole)
 
     def part(self, tensor: Tensor) -> Tensor:
         """The tensor's values in the spans: a view if there is one span, else a copy."""
@@ -121,13 +121,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
-    cut: Cut | None = None
+    cut: TensorSlice | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def part(self, cut: Cut) -> TensorInfo:
+    def part(self, cut: TensorSlice) -> TensorInfo:
         """The tensor with only this part, of what is read of it, to be read."""
         ends = max(map(sum, cut.spans))
         assert ends <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"

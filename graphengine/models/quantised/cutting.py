@@ -10,18 +10,18 @@ from torch import Tensor
 
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.quantised.concatenate import each_row
 
 _ROWS = 0
 
 
-def keeps_groups_of_rows(kind: WeightFormat, cut: Cut) -> bool:
+def keeps_groups_of_rows(kind: WeightFormat, cut: TensorSlice) -> bool:
     """Whether rows that share a scale stay together; one scale for all rows also fits a part."""
     return cut.axis != _ROWS or not kind.rows or _is_between(kind.rows, cut)
 
 
-def check_columns(kind: WeightFormat, cut: Cut, *, ordered: bool) -> None:
+def check_columns(kind: WeightFormat, cut: TensorSlice, *, ordered: bool) -> None:
     """Raise ValueError, with the numbers, for spans that separate columns of one group or byte, or
     for any spans of columns that are `ordered` by their groups.
     """
@@ -41,7 +41,7 @@ def check_columns(kind: WeightFormat, cut: Cut, *, ordered: bool) -> None:
         )
 
 
-def part_of(weight: QuantisedWeight, cut: Cut, rows: int) -> QuantisedWeight:
+def part_of(weight: QuantisedWeight, cut: TensorSlice, rows: int) -> QuantisedWeight:
     """The rows or columns of a weight that `cut` names, with the same meaning.
 
     rows  R of the part: the weight's, or 1, which gives each row its own scale
@@ -63,7 +63,7 @@ def part_of(weight: QuantisedWeight, cut: Cut, rows: int) -> QuantisedWeight:
     return weight._replace(codes=codes, scales=scales, zeros=zeros)
 
 
-def _some_rows(weight: QuantisedWeight, cut: Cut) -> QuantisedWeight:
+def _some_rows(weight: QuantisedWeight, cut: TensorSlice) -> QuantisedWeight:
     kind, whole = weight.format, weight.whole
     assert keeps_groups_of_rows(kind, cut), f"{cut=} of {kind}"
     scales, zeros = weight.scales, weight.zeros
@@ -78,7 +78,7 @@ def _some_rows(weight: QuantisedWeight, cut: Cut) -> QuantisedWeight:
     )
 
 
-def _is_between(together: int, cut: Cut) -> bool:
+def _is_between(together: int, cut: TensorSlice) -> bool:
     return not any(_parts(together, *span, cut.whole) for span in cut.spans)
 
 
@@ -88,7 +88,7 @@ def _parts(together: int, start: int, length: int, whole: int) -> bool:
     return bool(start % together or (end % together and end != whole))
 
 
-def _chosen(values: Tensor, axis: int, together: int, cut: Cut) -> Tensor:
+def _chosen(values: Tensor, axis: int, together: int, cut: TensorSlice) -> Tensor:
     """The cut's spans of `values` along `axis`, where a value is for `together` rows or columns."""
     # Not all devices can concatenate floats of 8 bits.
     bits = values.view(BITS[values.element_size()])

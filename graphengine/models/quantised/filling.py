@@ -18,7 +18,7 @@ from graphengine.kernels.linear.packed import PackedWeight, pack
 from graphengine.kernels.linear.quantised import QuantisedWeight, dequantise
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.quantised.concatenate import concatenate, in_order
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.cutting import part_of
@@ -103,16 +103,16 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
     return read
 
 
-def cuts_of(linear: StoredLinear) -> Sequence[Cut | None]:
+def cuts_of(linear: StoredLinear) -> Sequence[TensorSlice | None]:
     """The cut of each part; None for a whole part."""
     return linear.cuts or [None] * len(linear.parts)
 
 
-def _whole(rows: int, columns: int, cut: Cut) -> tuple[int, int]:
+def _whole(rows: int, columns: int, cut: TensorSlice) -> tuple[int, int]:
     return (cut.whole, columns) if cut.axis == 0 else (rows, cut.whole)
 
 
-def _part(whole: QuantisedWeight, cut: Cut | None, target: AnyWeight) -> QuantisedWeight:
+def _part(whole: QuantisedWeight, cut: TensorSlice | None, target: AnyWeight) -> QuantisedWeight:
     """A rank's part, with scales for as many rows as in the target, or for each row."""
     if cut is None:
         return whole

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.tensor_files import Cut, spans_of
+from graphengine.models.checkpoints.tensor_files import TensorSlice, spans_of
 from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.filling import dequantised_names
 from graphengine.models.weights import Stack, StoredLinear, StoredWeights, Weight
@@ -52,15 +52,15 @@ def cut_to(
     )
 
 
-def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> Cut:
+def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> TensorSlice:
     """The part of a tensor of this shape that a rank has."""
     axis = part.axis
     assert axis is not None, f"{part=}"
     if not part.pieces:
         # The views may have the tensor's values in other dimensions.
         length = part.tensor.numel() * shape[axis] // whole.tensor.numel()
-        return Cut(axis, spans_of([shape[axis]], [length], *share), shape[axis])
-    return Cut(axis, spans_of(whole.pieces, part.pieces, *share), shape[axis])
+        return TensorSlice(axis, spans_of([shape[axis]], [length], *share), shape[axis])
+    return TensorSlice(axis, spans_of(whole.pieces, part.pieces, *share), shape[axis])
 
 
 def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
@@ -79,14 +79,14 @@ def _place(linear: StoredLinear) -> tuple[str, Stack | None]:
     return linear.parts[0][0], linear.stack
 
 
-def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, ...]:
+def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[TensorSlice, ...]:
     """One cut per part; replicated parts stay whole."""
     if part.axis == 1:
         columns = whole.shape[1]
         spans = spans_of([columns], [part.shape[1]], *share)
-        return tuple(Cut(1, spans, columns) for _ in part.parts)
+        return tuple(TensorSlice(1, spans, columns) for _ in part.parts)
     return tuple(
-        Cut(
+        TensorSlice(
             0,
             spans_of(whole.pieces.get(name, (rows,)), part.pieces.get(name, (own,)), *share),
             rows,

@@ -18,7 +18,7 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.models.adapters.table import AdapterSizes, AdapterTable
 from graphengine.models.contract import ModelConfig
-from graphengine.models.states import kept_bytes, recurrent_states
+from graphengine.models.states import checkpoint_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.cache_budget import BlockBytes, Room, add_caches
 from graphengine.opening.budget.host_memory import available_host_bytes
@@ -210,7 +210,7 @@ def _plan(
     # A field has at least one element, even if no launch counts arrivals.
     counters = _COUNTERS_OF_CPU if footprint is None else max(1, footprint.counters)
     load_bytes = add_state(budget, shape, counters)
-    state_bytes = _add_kept_states(budget, shape)
+    state_bytes = _add_state_checkpoints(budget, shape)
     _add_drafter(budget, shape)
     units, summed = _add_ranks(budget, shape, load_bytes)
     budget.add("workspace (estimate)", _workspace_bytes(shape, footprint), shape.where)
@@ -285,12 +285,12 @@ def _add_adapters(budget: MemoryBudget, shape: EngineShape, sizes: AdapterSizes 
     budget.add(name, table.nbytes, shape.where)
 
 
-def _add_kept_states(budget: MemoryBudget, shape: EngineShape) -> int:
+def _add_state_checkpoints(budget: MemoryBudget, shape: EngineShape) -> int:
     """Add the places for states of recurrent layers. Returns the bytes of one; 0 without places."""
     places = shape.state_places
     if not places:
         return 0
-    size = kept_bytes(shape.model.states, shape.dtype)
+    size = checkpoint_bytes(shape.model.states, shape.dtype)
     name = f"states of recurrent layers ({places} of sessions and prefixes)"
     budget.add(name, places * size, shape.where)
     return size

@@ -75,10 +75,10 @@ class DataParallelCore(EngineCore):
         self.launch_all(plans)
         return True
 
-    def forget_kept(self) -> None:
+    def drop_cached_kv(self) -> None:
         """Drop the KV and states that sessions and prefixes keep on each rank."""
         for seat in self._seats:
-            seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
+            seat.runtime.copy_states(seat.scheduler.reuse.states.before)
             seat.scheduler.reuse.forget()
 
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
@@ -139,7 +139,7 @@ class DataParallelCore(EngineCore):
         if first and plan is not None:
             if plan.swap_out or plan.swap_in:
                 seat.runtime.swap(len(plan.swap_out), len(plan.swap_in))
-            seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
+            seat.runtime.copy_states(seat.scheduler.reuse.states.before)
 
     def _chunk_updates(self, seat: Seat, plan: Plan | None, key: GraphKey) -> dict[str, Any]:
         """Fields that feed the rank's chunk to this graph, or clear the chunk fed before."""
@@ -165,7 +165,7 @@ class DataParallelCore(EngineCore):
         if key.kind == "prefill":
             for replay in replays:
                 seat = self._seats[replay.rank]
-                seat.runtime.copy_kept(seat.scheduler.reuse.states.after)
+                seat.runtime.copy_states(seat.scheduler.reuse.states.after)
         return replays
 
     def _replay_of(self, rank: int, plan: Plan | None, key: GraphKey) -> Replay | None:

@@ -13,7 +13,7 @@ from graphengine.core.waits import deadline_after, seconds_to
 from graphengine.host.masks import MaskTable
 from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
-from graphengine.opening.loading import Found, Opened
+from graphengine.opening.loading import CheckpointContents, Opened
 from graphengine.opening.records import new_records
 from graphengine.parallel.collectives.process_group import check_watch
 from graphengine.parallel.data_parallel.shared_records import SharedRecords
@@ -38,14 +38,14 @@ class DataParallelRuntime(DriverRuntime):
         memory: MemoryPlan,
         config: EngineConfig,
         ranks: Ranks,
-        found: Found,
+        contents: CheckpointContents,
     ) -> None:
         # Map them before `super().__init__` removes the ranks' folder.
         mapped = [
             SharedRecords.of_rank(ranks.rendezvous, rank, config, memory)
             for rank in range(1, config.ranks)
         ]
-        super().__init__(opened, memory, config, ranks, found)
+        super().__init__(opened, memory, config, ranks, contents)
         self.others = tuple(
             RemoteRank(rank, self, shared, config, memory)
             for rank, shared in enumerate(mapped, start=1)

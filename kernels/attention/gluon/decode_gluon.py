@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from graphengine.kernels.attention.gluon.decode_gluon_combine import Parts, keep_split
+from graphengine.kernels.attention.gluon.decode_gluon_combine import SplitResults, keep_split
 from graphengine.kernels.attention.gluon.decode_gluon_heads import (
     BLOCK,
     half_precision,
@@ -243,11 +243,11 @@ def _shape(
     )
 
 
-def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> Parts:
+def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> SplitResults:
     """Uninitialised parts: programs read only what programs of the same launch wrote."""
     acc = like.new_empty((parts, head_dim), dtype=torch.float32)
     largest = like.new_empty((2, parts), dtype=torch.float32)
-    return Parts(acc, largest[0], largest[1])
+    return SplitResults(acc, largest[0], largest[1])
 
 
 @gluon.constexpr_function

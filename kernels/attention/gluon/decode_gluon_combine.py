@@ -18,7 +18,7 @@ LOWEST = gl.constexpr(-3e38)
 """Finite and below every score: the largest score of no tokens."""
 
 
-class Parts(NamedTuple):
+class SplitResults(NamedTuple):
     """Results of splits, float32: sums [..., D], largest scores, sums of weights."""
 
     acc: Any

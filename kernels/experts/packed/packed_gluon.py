@@ -43,7 +43,7 @@ from graphengine.kernels.linear.gluon.packed_gluon_ring import (
     store_inputs,
 )
 from graphengine.kernels.linear.operands import KEEPING_FIELDS, STREAM_FIELDS
-from graphengine.kernels.linear.packed_cut import Part
+from graphengine.kernels.linear.packed_cut import ProgramPart
 from graphengine.kernels.norm_rope.activation import gated, squared
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -109,7 +109,7 @@ def packed_experts_kernel(
             return
         some = some & (expert < HELD)
         index = gl.where(some, expert, 0).to(gl.int64)
-    part = Part(weight=index, there=some, tile=tile, split=0)
+    part = ProgramPart(weight=index, there=some, tile=tile, split=0)
     code_places = place_codes(weight.codes, part, cut)
     scales = fill_ring(codes, code_places, weight, part, cut)
     output = tile * cut.B + gl.arange(0, cut.B, gl.SliceLayout(0, rows))

@@ -36,7 +36,7 @@ from graphengine.kernels.linear.gluon.packed_gluon_ring import (
     place_inputs,
     store_inputs,
 )
-from graphengine.kernels.linear.packed_cut import Part
+from graphengine.kernels.linear.packed_cut import ProgramPart
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
@@ -82,7 +82,7 @@ def packed_kernel(
     tile = gl.program_id(1)
     split = gl.program_id(2)
 
-    part = Part(weight=0, there=True, tile=tile, split=split)
+    part = ProgramPart(weight=0, there=True, tile=tile, split=split)
     code_places = place_codes(weight.codes, part, cut)
     scales = fill_ring(codes, code_places, weight, part, cut)
     output = tile * cut.B + gl.arange(0, cut.B, gl.SliceLayout(0, rows))

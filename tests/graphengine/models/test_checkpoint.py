@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint, eos_token_ids, stored_dtype
-from graphengine.models.checkpoints.tensor_files import Cut, TensorInfo
+from graphengine.models.checkpoints.tensor_files import TensorInfo, TensorSlice
 
 INDEX = "model.safetensors.index.json"
 
@@ -715,7 +715,7 @@ def test_a_part_of_a_tensor_is_read(sharded: Path, axis: int, start: int, length
     whole = small_tensors()["a.weight"]
     part = whole.narrow(axis, start, length)
     checkpoint = Checkpoint.open(sharded).cut(
-        {"a.weight": Cut(axis, ((start, length),), whole.shape[axis])}
+        {"a.weight": TensorSlice(axis, ((start, length),), whole.shape[axis])}
     )
     read, other = torch.empty(part.shape), torch.empty(8)
     noted: list[tuple[int, int]] = []
@@ -729,7 +729,7 @@ def test_a_part_of_a_tensor_is_read(sharded: Path, axis: int, start: int, length
 
 
 def test_a_part_of_a_tensor_that_has_changed_is_an_error(single: Path) -> None:
-    checkpoint = Checkpoint.open(single).cut({"a.weight": Cut(0, ((2, 2),), 4)})
+    checkpoint = Checkpoint.open(single).cut({"a.weight": TensorSlice(0, ((2, 2),), 4)})
     save_file({"a.weight": torch.zeros(2, 6)}, single / "model.safetensors")
     with pytest.raises(ValueError, match=r"has changed since it was opened: tensor a\.weight"):
         checkpoint.load({"a.weight": torch.empty(2, 6)})

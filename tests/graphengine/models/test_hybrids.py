@@ -32,7 +32,7 @@ from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, read_model
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.launches import Share
@@ -186,8 +186,8 @@ def test_paused_requests_resume_with_the_same_tokens(
 def test_a_session_goes_on(
     hybrids: dict[str, Any], device: str, tmp_path: Path, name: str, k: int
 ) -> None:
-    """From kept states, its own, a fork's, and those of a file, with other drafts. Each reply is
-    the best that transformers knows of the whole conversation.
+    """It goes on from state checkpoints: its own, a fork's, and those of a file, with other drafts.
+    Each reply is the best that transformers knows of the whole conversation.
     """
     oracle = hybrids[name]
     first, second, third = oracle.prompts((45, 6, 21))
@@ -514,11 +514,11 @@ def test_a_rank_reads_a_part_of_each_piece(hybrids: dict[str, Any]) -> None:
     part = of_rank(model, Share(0, 2)).allocate(device="cpu", dtype=torch.float32)
     cut = cut_to(checkpoint, whole, part, Share(1, 2))
     gates = cut.tensors["model.layers.0.shared_mlp.input_linear.weight"].cut
-    assert gates == Cut(0, ((38, 38), (76 + 38, 38)), 152)
+    assert gates == TensorSlice(0, ((38, 38), (76 + 38, 38)), 152)
     # 6 heads of 64 values, one group of 24.
     projected = cut.tensors["model.layers.0.mamba.in_proj.weight"].cut
     spans = ((192, 192), (384 + 192, 192), (768, 24), (792, 24), (816 + 3, 3))
-    assert projected == Cut(0, spans, 822)
+    assert projected == TensorSlice(0, spans, 822)
 
 
 def test_kernels_of_a_step(hybrids: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from checkpoints.few_layers import few_layers
 from engines.small_engine import LONG, PROMPT, greedy, open_engine
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.random_values import random_values
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.profiles.benchmark.stored_shape import write_hole
 
 PROMPTS = [PROMPT, LONG]
@@ -80,7 +80,7 @@ def test_a_part_is_that_of_the_whole() -> None:
     checkpoint = Checkpoint.open(few_layers()).drawn("cpu")
     whole = checkpoint.mapped()[name]
     rows, columns = whole.shape
-    part = checkpoint.cut({name: Cut(1, ((8, 16), (40, 8)), columns)})
+    part = checkpoint.cut({name: TensorSlice(1, ((8, 16), (40, 8)), columns)})
     target = torch.empty(rows, 24, dtype=whole.dtype)
     part.load({name: target})
     assert torch.equal(target, torch.cat([whole[:, 8:24], whole[:, 40:48]], 1))

@@ -102,7 +102,7 @@ def test_ranks_have_whole_experts(
 
 
 def test_drafts_sessions_and_prefixes(hybrids: dict[str, Any]) -> None:
-    """Kept states are those of each rank; drafts change no token."""
+    """State checkpoints are those of each rank; drafts change no token."""
     oracle = hybrids["granite"]
     options: dict[str, Any] = {"prefix_caching": True, "session_states": 6}
     with open_engine(oracle.path, speculative=NGram(k=3), **options) as engine:

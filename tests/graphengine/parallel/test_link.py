@@ -27,7 +27,7 @@ from graphengine.core.commands import (
 )
 from graphengine.opening.inventory import LinkShape
 from graphengine.parallel.command_codec import CommandCodec, Encoded
-from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, RankEnd, Stage, Taken
+from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, RankEnd, ReceivedCommand, Stage
 from graphengine.parallel.worker import WorkerRuntime
 from graphengine.program.graph_key import GraphKey
 
@@ -60,14 +60,18 @@ def commands_of(kind: type[Command]) -> st.SearchStrategy[Command]:
     return st.tuples(*(VALUES[hints[name]] for name in names)).map(lambda values: kind(*values))
 
 
-takings = st.builds(Taken, st.sampled_from(COMMANDS).flatmap(commands_of), st.integers(0, RANKS))
+takings = st.builds(
+    ReceivedCommand, st.sampled_from(COMMANDS).flatmap(commands_of), st.integers(0, RANKS)
+)
 
 
 @settings(max_examples=extent(12, 30), deadline=None)
 @given(sent=st.lists(takings, max_size=3 * ENTRIES), data=st.data())
-def test_every_rank_takes_every_command_once(sent: list[Taken], data: st.DataObject) -> None:
+def test_every_rank_takes_every_command_once(
+    sent: list[ReceivedCommand], data: st.DataObject
+) -> None:
     _, driver, ranks = linked()
-    taken: list[list[Taken]] = [[], []]
+    taken: list[list[ReceivedCommand]] = [[], []]
     waiting = list(sent)
     while waiting or any(len(each) < len(sent) for each in taken):
         who = data.draw(st.integers(0, 2))
@@ -124,7 +128,7 @@ def test_a_ring_is_full_while_one_rank_lags() -> None:
         assert first.take() is not None
         first.finish()
     assert not driver.has_room() and driver.least_done() == 0
-    assert second.take() == Taken(ReplayGraph(GRAPHS[0]), ALL)
+    assert second.take() == ReceivedCommand(ReplayGraph(GRAPHS[0]), ALL)
     second.finish()
     assert driver.has_room()
 
@@ -140,7 +144,7 @@ def test_a_damaged_command_is_never_there(word: int) -> None:
     entry[word] ^= 1 << 17
     assert end.take() is None
     entry[word] ^= 1 << 17
-    assert end.take() == Taken(load, 2)
+    assert end.take() == ReceivedCommand(load, 2)
 
 
 def test_stages_and_texts() -> None:

@@ -28,13 +28,13 @@ from engines.failing_ranks import limit_waits, stop
 from engines.family_checks import assert_rewinds
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, EngineConfig, Result, SamplingParams
-from graphengine.host.kept_states import BlockCopy
+from graphengine.host.state_checkpoints import BlockCopy
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.launches import Share
 from graphengine.models.splitting.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
 from graphengine.opening.budget.memory import MemoryPlan
-from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
+from graphengine.opening.loading import plan_checkpoint, read_checkpoint, stage_contents
 from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
 from graphengine.parallel.ranks import RankFailed, rank_devices
@@ -130,7 +130,7 @@ def test_each_stage_holds_its_part(checkpoints: dict[str, Any]) -> None:
         weights = whole.model.allocate(device="meta", dtype=torch.float32)
         found = read_checkpoint(path, config, Share(0, stages))
         held = [
-            found_of_stage(found, Share(rank, stages)).model.allocate(
+            stage_contents(found, Share(rank, stages)).model.allocate(
                 device="meta", dtype=torch.float32
             )
             for rank in range(stages)
@@ -162,7 +162,7 @@ def test_stages_without_states_know_of_those_of_others(
     config = EngineConfig(device="cpu", pipeline_parallel=2, **sizes)
     found = read_checkpoint(hybrids["qwen-half-tied"].path, config, Share(0, 2))
     recur = [
-        bool(recurrent_states(found_of_stage(found, Share(rank, 2)).model.states))
+        bool(recurrent_states(stage_contents(found, Share(rank, 2)).model.states))
         for rank in range(2)
     ]
     assert sorted(recur) == [False, True]
@@ -262,7 +262,7 @@ def test_ranks_with_a_full_ring_are_not_waited_for_in_vain(engine: Engine) -> No
     assert plan is not None and plan.rows
     engine.core.load(plan)
     engine.core.replay(plan)
-    runtime_of(engine).copy_kept([BlockCopy(0, 0) for _ in range(20)])
+    runtime_of(engine).copy_states([BlockCopy(0, 0) for _ in range(20)])
     run(engine)
     assert tuple(request.token_ids) == expected
 

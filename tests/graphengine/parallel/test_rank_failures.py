@@ -32,7 +32,7 @@ from engines.failing_ranks import limit_waits, ranks_of, stop
 from engines.small_engine import greedy, open_engine
 from graphengine import EngineConfig
 from graphengine.core.commands import ReplayGraph
-from graphengine.host.kept_states import BlockCopy
+from graphengine.host.state_checkpoints import BlockCopy
 from graphengine.models.launches import Share
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape

@@ -37,8 +37,8 @@ from graphengine.kernels.comm.push_residual import (
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.residual import (
-    Kept,
     Residual,
+    StreamCopy,
     add_to_residual_reference,
     new_residual,
 )
@@ -226,11 +226,11 @@ def random_residual(lanes: int, H: int, kept: bool) -> Residual:
     residual.x.normal_()
     residual.scaled.fill_(7.0)
     rows = torch.full((lanes, H + 2), 7.0, dtype=torch.float16)[:, :H]
-    return residual._replace(kept=Kept(rows, 0.5) if kept else None)
+    return residual._replace(kept=StreamCopy(rows, 0.5) if kept else None)
 
 
 def copy_of(residual: Residual) -> Residual:
-    kept = residual.kept and Kept(residual.kept.rows.clone(), residual.kept.scale)
+    kept = residual.kept and StreamCopy(residual.kept.rows.clone(), residual.kept.scale)
     return Residual(residual.x.clone(), residual.scaled.clone(), residual.squares, kept)
 
 

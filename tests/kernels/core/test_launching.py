@@ -213,13 +213,13 @@ def test_a_step_that_raises_begins_no_further_compilation(
         assert begun.wait(HUNG)
         raise kind("out of memory")
 
-    cancel = launching._Found.cancel
+    cancel = launching._UncompiledKernels.cancel
 
     def cancel_and_go_on(found: Any) -> None:
         cancel(found)
         go.set()
 
-    monkeypatch.setattr(launching._Found, "cancel", cancel_and_go_on)
+    monkeypatch.setattr(launching._UncompiledKernels, "cancel", cancel_and_go_on)
 
     expected = RuntimeError if kind is ValueError else kind
     with pytest.raises(expected, match="out of memory") as caught:

@@ -31,7 +31,7 @@ from graphengine.kernels.experts.plans import (
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.residual import Kept, Residual, add_to_residual_reference
+from graphengine.kernels.linear.residual import Residual, StreamCopy, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import launches_handed_to
 from launches.emulation import run_launch
@@ -182,7 +182,7 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
         out=out,
     )
     empty = torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype)
-    kept = Kept(torch.cat([empty, empty], dim=1)[:, : case.stream.shape[1]], 0.3)
+    kept = StreamCopy(torch.cat([empty, empty], dim=1)[:, : case.stream.shape[1]], 0.3)
     before = Residual(case.stream.clone(), empty, None, kept)
     counters = residual_arrivals(lanes, case.stream.shape[1])
     arrivals = torch.zeros(counters, dtype=torch.int32, device=case.x.device)

@@ -27,7 +27,7 @@ from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.reference import linear_reference
-from graphengine.kernels.linear.residual import Kept, Residual
+from graphengine.kernels.linear.residual import Residual, StreamCopy
 from launches.compilation import Op, compile_kernel, record_launch
 
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="an interpreted process has no Gluon")
@@ -71,7 +71,7 @@ def launch_of(
 
     def run() -> None:
         if kind in ("residual", "keeping"):
-            kept = Kept(new(lanes, 3 * M)[:, :M], 0.5) if kind == "keeping" else None
+            kept = StreamCopy(new(lanes, 3 * M)[:, :M], 0.5) if kind == "keeping" else None
             stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0), kept)
             linear(call, AddResidual(stream, new(M)))
         else:

@@ -23,8 +23,8 @@ from graphengine.kernels.linear.plans import (
 )
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import (
-    Kept,
     Residual,
+    StreamCopy,
     add_to_residual_reference,
     new_residual,
 )
@@ -390,7 +390,7 @@ def test_the_stream_is_kept_beside(device, make_linear_case, plan, dtype):
     lanes = 2 if plan is FMA else 5
     case = make_linear_case(lanes, 70, 100, dtype, device=device, groups=3, padded=(1,))
     wide = torch.full((lanes, 150), SENTINEL, dtype=dtype, device=device)
-    kept = Kept(wide[:, 30:100], 0.22)
+    kept = StreamCopy(wide[:, 30:100], 0.22)
     plain, keeping = run(case, plan), run(case, plan, kept=kept)
     for one, other in zip(by_lane(plain), by_lane(keeping), strict=True):
         live = case.slot >= 0
@@ -405,4 +405,4 @@ def test_what_is_kept_must_fit(make_linear_case):
     case = make_linear_case(3, 70, 100, torch.float16)
     for rows in (torch.zeros(3, 70), torch.zeros(3, 71, dtype=torch.float16)):
         with pytest.raises(ValueError, match=r"out must be torch.float16 \[3, 70\]"):
-            run(case, kept=Kept(rows))
+            run(case, kept=StreamCopy(rows))

@@ -26,7 +26,7 @@ from graphengine.kernels.linear.packed_cut import check_packed_plan, packed_plan
 from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference
-from graphengine.kernels.linear.residual import Kept, Residual
+from graphengine.kernels.linear.residual import Residual, StreamCopy
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_tiles_reference, token_of_tiles_reference
 from launches.compilation import (
@@ -76,7 +76,7 @@ def outputs_of(
     product = case.call(weight_MK=weight, eps=EPS, plan=plan)
     if residual:
         scaled = torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype)
-        kept = Kept(torch.cat([scaled, scaled], dim=1)[:, : scaled.shape[1]], 0.3)
+        kept = StreamCopy(torch.cat([scaled, scaled], dim=1)[:, : scaled.shape[1]], 0.3)
         stream = Residual(case.stream.clone(), scaled, case.stream, kept)
         found: list[Residual] = []
 
@@ -350,7 +350,9 @@ def compiled(name: str, plan: LinearPlan, *, lanes: int = 1, kind: str = "store"
         launch = Launch(arrivals=slot.new_empty(64), pdl=True)
         call = LinearCall(x, weight, slot, plan=plan, launch=launch)
         if kind == "residual":
-            stream = Residual(new(lanes, 256), x[:, :256].contiguous(), x, Kept(x[:, 512:768]))
+            stream = Residual(
+                new(lanes, 256), x[:, :256].contiguous(), x, StreamCopy(x[:, 512:768])
+            )
             linear(call, AddResidual(stream, new(256, dtype=BF16)))
         else:
             store = StoreSwiglu() if kind == "swiglu" else STORE

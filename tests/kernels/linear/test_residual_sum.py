@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.residual import Kept, Residual
+from graphengine.kernels.linear.residual import Residual, StreamCopy
 from graphengine.kernels.linear.residual_sum import add_to_residual
 from launches.compilation import (
     assert_waits_before_it_shows,
@@ -31,7 +31,7 @@ def random(*shape, device="cpu", seed=0):
 
 def added(x, y, slot, norm, bias, dtype):
     scaled = torch.full_like(x, SENTINEL, dtype=dtype)
-    kept = Kept(torch.cat([scaled, scaled], dim=1)[:, : x.shape[1]], 0.3)
+    kept = StreamCopy(torch.cat([scaled, scaled], dim=1)[:, : x.shape[1]], 0.3)
     stream = Residual(x.clone(), scaled, x.new_zeros(0), kept)
     after = add_to_residual(y, slot, stream, norm, bias_H=bias)
     assert after.x is stream.x and after.scaled is scaled, "written in place"
@@ -85,7 +85,7 @@ def test_bits_do_not_depend_on_company(device, dtypes):
         ({"next_norm_H": torch.zeros(7)}, r"next_norm must be a dense torch.float32 \[8\]"),
         ({"bias_H": torch.zeros(9)}, r"bias must be a dense torch.float32 \[8\]"),
         ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[2\]"),
-        ({"residual": STREAM._replace(kept=Kept(torch.zeros(2, 7)))}, r"\[2, 8\]"),
+        ({"residual": STREAM._replace(kept=StreamCopy(torch.zeros(2, 7)))}, r"\[2, 8\]"),
     ],
 )
 def test_what_does_not_fit_is_an_error(changes, message):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
+from graphengine.kernels.linear.residual import Product, Residual, StreamCopy, sums_of_squares
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.post_norm import (
     add_normed,
@@ -72,7 +72,7 @@ class Case:
 
     def decode(self, dtype, call=add_normed):
         empty = torch.full_like(self.x, SENTINEL, dtype=dtype)
-        kept = Kept(torch.cat([empty, empty], dim=1)[:, : self.x.shape[1]], 0.3)
+        kept = StreamCopy(torch.cat([empty, empty], dim=1)[:, : self.x.shape[1]], 0.3)
         stream = Residual(self.x.clone(), empty, self.x.new_zeros(0), kept)
         if call is add_normed_reference:
             stream = stream._replace(squares=self.x.new_zeros(2, len(self.x)))

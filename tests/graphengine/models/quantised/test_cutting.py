@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
-from graphengine.models.checkpoints.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows, part_of
 
 FORMATS = [
@@ -40,14 +40,14 @@ def random_weight(kind: WeightFormat) -> QuantisedWeight:
 @pytest.mark.parametrize(
     "cut",
     [
-        Cut(0, ((128, 128),), M),
-        Cut(0, ((0, 128), (256, 128)), M),
-        Cut(0, ((60, 7), (200, 64)), M),
-        Cut(1, ((128, 128),), K),
+        TensorSlice(0, ((128, 128),), M),
+        TensorSlice(0, ((0, 128), (256, 128)), M),
+        TensorSlice(0, ((60, 7), (200, 64)), M),
+        TensorSlice(1, ((128, 128),), K),
     ],
     ids=["rows", "spans", "rows of a block", "columns"],
 )
-def test_a_part_means_what_the_whole_does(kind: WeightFormat, cut: Cut) -> None:
+def test_a_part_means_what_the_whole_does(kind: WeightFormat, cut: TensorSlice) -> None:
     weight = random_weight(kind)
     rows = kind.rows if keeps_groups_of_rows(kind, cut) else 1
     check_columns(kind, cut, ordered=False)
@@ -68,7 +68,7 @@ def test_a_part_means_what_the_whole_does(kind: WeightFormat, cut: Cut) -> None:
     ],
 )
 def test_columns_that_part_groups(kind: WeightFormat, span: tuple[int, int], message: str) -> None:
-    cut = Cut(1, (span,), K)
+    cut = TensorSlice(1, (span,), K)
     with pytest.raises(ValueError, match=message):
         part_of(random_weight(kind), cut, kind.rows)
 
@@ -76,9 +76,9 @@ def test_columns_that_part_groups(kind: WeightFormat, span: tuple[int, int], mes
 def test_columns_in_the_order_of_their_groups() -> None:
     """Rows of such a weight are a part with the same order; some columns are in no whole group."""
     weight = random_weight(FORMATS[4])._replace(order=torch.randperm(K).int())
-    rows = Cut(0, ((8, 16),), M)
+    rows = TensorSlice(0, ((8, 16),), M)
     part = part_of(weight, rows, 1)
     assert torch.equal(dequantise(part), rows.part(dequantise(weight)))
     message = "128 of 256 columns, which are in the order of their groups (g_idx), are in no groups"
     with pytest.raises(ValueError, match=re.escape(message)):
-        part_of(weight, Cut(1, ((128, 128),), K), 1)
+        part_of(weight, TensorSlice(1, ((128, 128),), K), 1)

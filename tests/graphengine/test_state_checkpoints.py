@@ -1,5 +1,5 @@
-"""Kept states of recurrent layers: sessions and prefixes go on from them, with the tokens of an
-engine that keeps nothing.
+"""State checkpoints of recurrent layers: sessions and prefixes go on from them, with the tokens of
+an engine that keeps nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engines.small_engine import assert_idle, greedy, run, sampled
 from engines.speculation import write_draft_model
 from graphengine import Engine, SessionSnapshot
 from graphengine.buckets import StaticBuffers
-from graphengine.host.kept_states import BlockCopy, StateCopy
+from graphengine.host.state_checkpoints import BlockCopy, StateCopy
 from graphengine.models.families import registry
 from graphengine.models.states import Recurrent, recurrent_field, recurrent_fields
-from graphengine.opening.kept_tensors import KeptTensors
+from graphengine.opening.state_checkpoint_tensors import StateCheckpointTensors
 from graphengine.speculative import DraftModel, NGram
 
 STATE = recurrent_field(*toy_family.RECURRENT)
@@ -121,7 +121,7 @@ def test_the_state_at_the_end_of_a_turn_is_that_of_its_tokens(folder: Path, k: i
         assert len(entries) == 1 + k
         newest = (state.position - 1) % len(entries)
         wanted = entries[newest].clone()
-        engine.runtime.copy_kept(engine.scheduler.reuse.states.before)
+        engine.runtime.copy_states(engine.scheduler.reuse.states.before)
         (found,) = engine.runtime.read_states(state.place)
         assert torch.equal(found[0], wanted)
         entries.fill_(torch.nan)
@@ -129,7 +129,7 @@ def test_the_state_at_the_end_of_a_turn_is_that_of_its_tokens(folder: Path, k: i
         turn = session.submit(NINE)
         engine.core.plan()
         assert turn.job.placed.slot == 0 and turn.cached_tokens == state.position
-        engine.runtime.copy_kept(engine.scheduler.reuse.states.before)
+        engine.runtime.copy_states(engine.scheduler.reuse.states.before)
         assert torch.equal(entries[newest], wanted)
         turn.cancel()
 
@@ -215,7 +215,7 @@ def test_places_go_to_where_sessions_have_come_to(folder: Path, alone: Engine) -
         assert [session.evicted for session in sessions] == [True, False, False, False]
         assert engine.counters["sessions/evicted"] == 1
         assert engine.stats()["kv"] | {"session_states": 3, "states": 3} == engine.stats()["kv"]
-        assert "kept states 3 of 3, of 96 B each" in str(engine.report())
+        assert "state checkpoints 3 of 3, of 96 B each" in str(engine.report())
         # One that goes on takes no other's place.
         for _ in range(3):
             sessions[1].append([8])
@@ -348,9 +348,9 @@ def test_faults_are_found(
     fault: Callable[[StateCopy], StateCopy] | None,
 ) -> None:
     """A state of another token, or of another slot; a block that is not copied."""
-    right = KeptTensors.copy
+    right = StateCheckpointTensors.copy
 
-    def copy(self: KeptTensors, copies: list[Any]) -> None:
+    def copy(self: StateCheckpointTensors, copies: list[Any]) -> None:
         changed: list[Any] = []
         for each in copies:
             if isinstance(each, BlockCopy):
@@ -362,7 +362,7 @@ def test_faults_are_found(
         right(self, changed)
 
     with open_toy(folder, speculative=NGram(k=2)) as engine, engine.session() as session:
-        monkeypatch.setattr(KeptTensors, "copy", copy)
+        monkeypatch.setattr(StateCheckpointTensors, "copy", copy)
         with pytest.raises(AssertionError):
             converse(session, 0, 10, vocab_size=VOCAB, alone=alone)
 
@@ -437,11 +437,11 @@ def test_entries_are_found_by_position_and_those_before_the_first_are_left(
     state = Recurrent("inputs", (3,), None, depth=3, apart=True)
     layers = [(state,), ()]
 
-    def tensors(width: int) -> tuple[KeptTensors, Tensor, Tensor]:
+    def tensors(width: int) -> tuple[StateCheckpointTensors, Tensor, Tensor]:
         fields = recurrent_fields(layers, 2, width, torch.float32)
         buffers = StaticBuffers(fields, torch.device("cpu"), staging_blocks=2)
         cache = torch.arange(24.0).view(2, 4, 3)
-        made = KeptTensors(layers, buffers, 2, [cache, cache.new_zeros(0, 4, 3)])
+        made = StateCheckpointTensors(layers, buffers, 2, [cache, cache.new_zeros(0, 4, 3)])
         return made, buffers[recurrent_field(0, "inputs")], cache
 
     def value(position: int) -> Tensor:
@@ -473,5 +473,5 @@ def test_the_budget_has_the_places(folder: Path) -> None:
     with open_toy(folder, session_states=5) as engine:
         lines = {line.name: line.bytes for line in engine.memory.budget.lines}
         said = lines["states of recurrent layers (5 of sessions and prefixes)"]
-        assert said == engine.runtime.kept.nbytes == 5 * 4 * toy_family.WIDTH
+        assert said == engine.runtime.state_checkpoints.nbytes == 5 * 4 * toy_family.WIDTH
         assert engine.memory.state_bytes == 4 * toy_family.WIDTH

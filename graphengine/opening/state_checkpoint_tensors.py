@@ -1,4 +1,4 @@
-"""The tensors of kept states, and the copies between them and the slots.
+"""The tensors of state checkpoints, and the copies between them and the slots.
 
 Letters: P places, S slots, E entries of a slot, D earlier tokens whose entries a token reads.
 """
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
-from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
+from graphengine.host.state_checkpoints import BlockCopy, Copy, StateCopy
 from graphengine.kernels.core.lanes import BITS
 from graphengine.models.states import (
     LayerStates,
     Recurrent,
-    kept_shape,
+    checkpoint_shape,
     recurrent_states,
     recurrent_tensors,
 )
 
 
-class KeptTensors:
+class StateCheckpointTensors:
     """`[P, D, *shape]` of each recurrent state of the target; a place has the entries of the newest
     D tokens, oldest first.
 
@@ -42,7 +42,9 @@ class KeptTensors:
         self._caches = [cache for cache in caches if len(cache)]
         self._kept = {
             key: torch.zeros(
-                (places, *kept_shape(self._states[key])), dtype=field.dtype, device=field.device
+                (places, *checkpoint_shape(self._states[key])),
+                dtype=field.dtype,
+                device=field.device,
             )
             for key, field in self._slots.items()
         }

@@ -1,13 +1,13 @@
-"""Kept states: checkpoints from which requests of a model with recurrent layers can continue.
+"""State checkpoints, from which requests of a model with recurrent layers can continue.
 
 A recurrent state depends on every token before it, so KV is usable only together with the states
-after it. A kept state has both: a place with the states of all recurrent layers after some tokens,
+after it. A checkpoint has both: a place with the states of all recurrent layers after some tokens,
 and the blocks with these tokens' KV. Any number of tokens is possible, so the last block may hold
 only a few; a request that continues there copies that block, and writes into the copy.
 
-States are kept where a turn of a session ends. As long as no better state needs the place, they are
-also kept where a chunk of its prompt ends, for turns that rewind to there. With prefix caching they
-are also kept for prompts that begin with the same tokens. All are copied on the device, in the
+Checkpoints are made where a turn of a session ends. As long as no better one needs the place, they
+are also made where a chunk of its prompt ends, for turns that rewind to there. With prefix caching
+they are also made for prompts that begin with the same tokens. All are copied on the device, in the
 order in which replays are launched: this file only lists the copies, in `before` and `after` the
 next replays.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphengine.host.block_pool import BlockPool
-from graphengine.requests.context import Context, KeptState, SharedPrompt, StateHolder
+from graphengine.requests.context import Context, SharedPrompt, StateCheckpoint, StateHolder
 from graphengine.requests.request import Request
 
 
@@ -42,8 +42,8 @@ class BlockCopy(NamedTuple):
 Copy = StateCopy | BlockCopy
 
 
-class KeptStates:
-    """The kept states, and their holders.
+class StateCheckpoints:
+    """All state checkpoints, and their holders.
 
     count         number of places
     pool          the blocks of the KV cache
@@ -74,26 +74,26 @@ class KeptStates:
         self._counters = counters
         self._vacant = list(range(count - 1, -1, -1))
         # The most recently used states are at the end.
-        self._held: dict[KeptState, None] = {}
+        self._held: dict[StateCheckpoint, None] = {}
 
     def __bool__(self) -> bool:
         return self.count > 0
 
     @property
-    def held(self) -> tuple[KeptState, ...]:
-        """All kept states, least recently used first."""
+    def held(self) -> tuple[StateCheckpoint, ...]:
+        """All state checkpoints, least recently used first."""
         return tuple(self._held)
 
     # Requests.
 
-    def newest(self, context: Context | None, tokens: int) -> KeptState | None:
+    def newest(self, context: Context | None, tokens: int) -> StateCheckpoint | None:
         """The session's newest state that a turn of `tokens` tokens can continue from, with at
         least one token left to feed.
         """
         states = () if context is None else context.states
         return next((state for state in reversed(states) if state.position < tokens), None)
 
-    def find(self, request: Request) -> KeptState | None:
+    def find(self, request: Request) -> StateCheckpoint | None:
         """The state of the prompt's longest prefix in the index, with at least one token left to
         feed.
         """
@@ -109,7 +109,7 @@ class KeptStates:
         ]
         return max(found, key=lambda state: state.position, default=None)
 
-    def go_on(self, request: Request, state: KeptState) -> None:
+    def go_on(self, request: Request, state: StateCheckpoint) -> None:
         """Queue copies of the states to the slot of a request that shares the state's whole blocks,
         and of the rest of its KV to the request's next block.
 
@@ -176,14 +176,14 @@ class KeptStates:
         if rest:
             copied = self._pool.take(1)
             self.after.append(BlockCopy(placement.blocks[whole], copied[0]))
-        state = KeptState(position=position, place=place, blocks=blocks + copied)
+        state = StateCheckpoint(position=position, place=place, blocks=blocks + copied)
         self._add(state)
         self._give(state, placement)
         if shared is not None:
             self._give(state, shared)
         self._pool.give_back(copied)
 
-    def _with_tokens(self, tokens: bytes) -> KeptState | None:
+    def _with_tokens(self, tokens: bytes) -> StateCheckpoint | None:
         return next((state for state in self._held if state.tokens == tokens), None)
 
     def ended(self, request: Request, *, good: bool) -> None:
@@ -231,13 +231,13 @@ class KeptStates:
         if place is not None:
             slot = request.job.placed.slot
             self.before.append(StateCopy(place=place, slot=slot, position=position, back=False))
-            state = KeptState(position=position, place=place, blocks=blocks)
+            state = StateCheckpoint(position=position, place=place, blocks=blocks)
             self._add(state)
             self._give(state, context)
 
     # Sessions.
 
-    def usable(self, context: Context, tokens: int) -> KeptState | None:
+    def usable(self, context: Context, tokens: int) -> StateCheckpoint | None:
         """The session's newest state that does not depend on tokens past the first `tokens`."""
         most = tokens - self._tokens_after
         return next((state for state in reversed(context.states) if state.position <= most), None)
@@ -259,11 +259,11 @@ class KeptStates:
         for state in source.states:
             self._give(state, other)
 
-    def adopt(self, context: Context, position: int, blocks: Sequence[int]) -> KeptState:
+    def adopt(self, context: Context, position: int, blocks: Sequence[int]) -> StateCheckpoint:
         """A new state of a session; the caller fills its place and blocks at once."""
         place = self._place(most=2)
         assert place is not None, f"{self.count} places"
-        state = KeptState(position=position, place=place, blocks=list(blocks))
+        state = StateCheckpoint(position=position, place=place, blocks=list(blocks))
         self._add(state)
         self._give(state, context)
         return state
@@ -307,7 +307,7 @@ class KeptStates:
             self._evict(least)
         return self._vacant.pop()
 
-    def _evict(self, state: KeptState) -> None:
+    def _evict(self, state: StateCheckpoint) -> None:
         self._counters["states/evicted"] += 1
         state.tokens = None
         for holder in tuple(state.holders):
@@ -318,17 +318,17 @@ class KeptStates:
         if state in self._held:
             self._drop(state)
 
-    def touch(self, state: KeptState) -> None:
+    def touch(self, state: StateCheckpoint) -> None:
         """Mark the state as most recently used."""
         del self._held[state]
         self._held[state] = None
 
-    def _add(self, state: KeptState) -> None:
+    def _add(self, state: StateCheckpoint) -> None:
         self._counters["states/kept"] += 1
         self._pool.keep(state.blocks)
         self._held[state] = None
 
-    def _give(self, state: KeptState, holder: StateHolder) -> None:
+    def _give(self, state: StateCheckpoint, holder: StateHolder) -> None:
         """Add the state to a holder's, which are sorted by position, unless it has one of the same
         position.
 
@@ -343,19 +343,19 @@ class KeptStates:
         if isinstance(holder, Context):
             holder.evicted = False
 
-    def _take(self, state: KeptState, holder: StateHolder) -> None:
+    def _take(self, state: StateCheckpoint, holder: StateHolder) -> None:
         holder.states.remove(state)
         state.holders = [each for each in state.holders if each is not holder]
         if not state.holders and state.tokens is None:
             self._drop(state)
 
-    def _drop(self, state: KeptState) -> None:
+    def _drop(self, state: StateCheckpoint) -> None:
         del self._held[state]
         self._vacant.append(state.place)
         self._pool.let_go(state.blocks)
 
 
-def _worth(state: KeptState) -> int:
+def _worth(state: StateCheckpoint) -> int:
     """The value of a state: 2 at the end of a session, 1 of a prefix, 0 at a point in between."""
     if any(isinstance(each, Context) and each.states[-1] is state for each in state.holders):
         return 2
