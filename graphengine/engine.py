@@ -36,14 +36,11 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
 from graphengine.opening.budget.memory import MemoryPlan
-from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import check_callable, seconds
 from graphengine.parallel.data_parallel.core import DataParallelCore
-from graphengine.parallel.data_parallel.runtime import DataParallelRuntime
-from graphengine.parallel.driver_runtime import DriverRuntime, open_with_ranks
-from graphengine.parallel.pipelining import open_pipeline
+from graphengine.parallel.opening import open_on_ranks
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.adapters import LoadedAdapter
@@ -145,7 +142,7 @@ class Engine:
                 f"from_pretrained() takes config= or single options, not both: {', '.join(options)}"
             )
         check_callable("progress", progress)
-        opened, runtime = _open(path, config, progress)
+        opened, runtime = open_on_ranks(path, config, progress)
         model, memory, tokenizer, eos_ids, drafter, loaded = opened
         try:
             return cls(
@@ -601,15 +598,3 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _open(
-    path: str | Path, config: EngineConfig, progress: runs.Progress | None
-) -> tuple[Opened, Runtime | None]:
-    """The parts of an engine, and the runtime of several ranks."""
-    if config.pipeline_parallel > 1:
-        return open_pipeline(path, config, progress)
-    if config.ranks > 1:
-        kind = DataParallelRuntime if config.data_parallel > 1 else DriverRuntime
-        return open_with_ranks(path, config, progress, kind)
-    return open_checkpoint(path, config, progress), None

@@ -64,6 +64,10 @@ class LayerSpan(NamedTuple):
         """Whether lm_head comes after these layers."""
         return self.stop == self.layers
 
+    def needs_embedding(self, *, own_head: bool) -> bool:
+        """Whether the stage reads the embedding; `own_head`: lm_head is another tensor."""
+        return self.begins or self.embeds or (self.ends and not own_head)
+
 
 class PrefillEnd(NamedTuple):
     """What `Model.prefill` leaves of a chunk of T lanes.

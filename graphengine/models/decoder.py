@@ -30,10 +30,9 @@ from graphengine.kernels.norm_rope.layer_norm import add_positions, layer_norm_r
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
-from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.mlp import MlpWeights
-from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, Sandwich, plus_one
+from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     keep_stream,
@@ -52,7 +51,7 @@ from graphengine.models.composition import (
     named_layers,
     window_of,
 )
-from graphengine.models.contract import LayerSpan, ModelWeights, PrefillEnd
+from graphengine.models.contract import ModelWeights, PrefillEnd
 from graphengine.models.decoder_layer import (
     LayerWeights,
     Memory,
@@ -69,7 +68,7 @@ from graphengine.models.launches import (
     DecodeLaunch,
     PrefillLaunch,
 )
-from graphengine.models.linears import Linear, linear_name, names_of_linears, refill
+from graphengine.models.linears import names_of_linears, refill
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.repeats import block_runner
 from graphengine.models.states import StateTensors
@@ -79,7 +78,6 @@ from graphengine.models.sublayers import (
     BlockWeights,
     RecurringWeights,
     packed_of,
-    products,
 )
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
@@ -202,7 +200,7 @@ def _computed(
     return layers, final_norm, final_bias
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A block as it runs.
 
     layer      the index of its layer
@@ -225,6 +223,8 @@ class DecoderModel:
     Logits have the first `vocabulary` ids; 0: all. It computes with the tensors of the weights,
     except that norms that need 1 added are copies, and that `logits_scale` is applied to a copy of
     the final norm, in float32, so that the norm's output times lm_head gives scaled logits.
+
+    steps  all blocks, in the order in which they run
     """
 
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
@@ -252,9 +252,9 @@ class DecoderModel:
         if any(map(is_nope, blocks_of(config))):
             self._still_tables = self._new_tables(None, max_seq_len)
         self._layers, self._final_norm, self._final_bias = _computed(weights)
-        self._steps = tuple(self._new_steps())
+        self.steps = tuple(self._new_steps())
         kept = AttendingWeights | RecurringWeights
-        keeping = [index for index, step in enumerate(self._steps) if isinstance(step.block, kept)]
+        keeping = [index for index, step in enumerate(self.steps) if isinstance(step.block, kept)]
         # The last block that keeps states. What comes after its states only the last lane needs.
         self._last_kept = keeping[-1]
 
@@ -271,7 +271,7 @@ class DecoderModel:
             return RopeTables.still(head_dim=head_dim, max_seq_len=max_seq_len, device=device)
         return RopeTables.of(rope, head_dim=head_dim, max_seq_len=max_seq_len, device=device)
 
-    def _new_steps(self) -> Iterator[_Step]:
+    def _new_steps(self) -> Iterator[Step]:
         for index, layer in enumerate(self._layers):
             last = layer.sublayers[-1]
             norm, normed = self._read_norm_after(index), self._is_normed_after(index)
@@ -280,7 +280,7 @@ class DecoderModel:
             for (each, next_norm), then in steps:
                 tables = self._tables_of(each.block.block)
                 aside = then.read_norm if then is not None and then.parallel else None
-                yield _Step(index, each.block, next_norm, tables, each is last, aside)
+                yield Step(index, each.block, next_norm, tables, each is last, aside)
 
     def _tables_of(self, block: Block) -> RopeTables:
         if is_nope(block):
@@ -343,42 +343,6 @@ class DecoderModel:
         plain = [block for block in gated if isinstance(block.gate_up, Tensor)]
         return bool(plain) and plain[0].is_fused(lanes)
 
-    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; only residuals have a norm.
-
-        link  counts the blocks that have the linear
-
-        KeyError for a linear that is not there.
-        """
-        if linear_name(HEAD, self.lm_head) == name:
-            return self.lm_head, None, None
-        found = []
-        for step in self._steps:
-            linears = step.block.block.linears.items()
-            # Experts and latents have more linears than products.
-            for (base, each), (weight, bias) in zip(linears, products(step.block), strict=False):
-                if linear_name(base, weight) == name:
-                    found.append((weight, bias, self._read_after(step, each)))
-        if link >= len(found):
-            raise KeyError(f"no linear {name} in {link=}: {', '.join(self.config.linears)}")
-        return found[link]
-
-    def _read_after(self, step: _Step, linear: Linear) -> Tensor | None:
-        """The norm, in the model's dtype, that reads the stream after a linear that adds to it."""
-        norm = step.next_norm
-        if isinstance(norm, Sandwich):
-            norm = norm.following
-        elif isinstance(norm, LayerNorm):
-            norm = norm.weight
-        return norm.to(self.dtype) if linear.kind == "residual" else None
-
-    def experts(self, link: int) -> tuple[ExpertsWeights, Tensor]:
-        """Experts, and the weight of the norm after them; `link` counts the blocks of experts."""
-        found = [each for each in self._steps if isinstance(each.block, ExpertsWeights)]
-        block, norm = found[link].block, found[link].next_norm
-        assert isinstance(block, ExpertsWeights) and isinstance(norm, Tensor), f"{link=}"
-        return block, norm
-
     def decode(
         self,
         row: DecodeLanes,
@@ -413,7 +377,7 @@ class DecoderModel:
         return residual._replace(kept=None)
 
     def _decoded_aside(
-        self, step: _Step, row: DecodeLanes, residual: Residual, launch: DecodeLaunch
+        self, step: Step, row: DecodeLanes, residual: Residual, launch: DecodeLaunch
     ) -> Residual | None:
         """The stream as the block after `step` reads it, if both read the same."""
         if step.aside is None:
@@ -423,7 +387,7 @@ class DecoderModel:
         other = residual._replace(scaled=torch.empty_like(residual.scaled))
         return layer_norm_residual(other, weight, bias, row.slot, eps=eps, pdl=launch.pdl)
 
-    def _prefilled_aside(self, step: _Step, x: Tensor, slot: Tensor, *, pdl: bool) -> Tensor | None:
+    def _prefilled_aside(self, step: Step, x: Tensor, slot: Tensor, *, pdl: bool) -> Tensor | None:
         """A chunk as the block after `step` reads it, normed, if both read the same stream."""
         if step.aside is None:
             return None
@@ -442,10 +406,10 @@ class DecoderModel:
             residual, norm.weight, norm.bias, row.slot, eps=norm.eps, pdl=launch.pdl
         )
 
-    def _with_memory(self, states: StateTensors) -> Iterator[tuple[_Step, Memory]]:
+    def _with_memory(self, states: StateTensors) -> Iterator[tuple[Step, Memory]]:
         """Each block with what it reads and writes of the sequences."""
         caches = iter(states.paged())
-        for step in self._steps:
+        for step in self.steps:
             memory: Memory = None
             if isinstance(step.block, AttendingWeights):
                 memory = next(caches)
@@ -548,7 +512,7 @@ class DecoderModel:
 
         head  `lm_head`, or some of its rows
         """
-        weights, (last, *rest) = self.weights, self._steps[self._last_kept :]
+        weights, (last, *rest) = self.weights, self.steps[self._last_kept :]
         x_1H = end.last[0]
         layers = weights.layers[last.layer :]
         scratch = prefill_scratch(layers, 1, like=weights.embedding, launch=launch)
@@ -585,7 +549,9 @@ class DecoderConfig(Composition):
             for prefix, layer in named_layers(self)
         )
         own_head = not self.tie_embeddings or HEAD in forms
-        embedding = new(_embedding_rows(self.vocab_size, span, own_head=own_head), hidden)
+        # Nobody uses the values of an embedding of one row.
+        embeds = span is None or span.needs_embedding(own_head=own_head)
+        embedding = new(self.vocab_size if embeds else 1, hidden)
         lm_head: AnyWeight = embedding
         if own_head and (span is None or span.ends):
             shape = (self.vocab_size, hidden)
@@ -604,14 +570,3 @@ class DecoderConfig(Composition):
             positions=new(self.max_positions, hidden) if placed else None,
             lm_head=lm_head,
         )
-
-
-def _embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -> int:
-    """Rows of the embedding that these layers have.
-
-    A stage that needs it neither at its beginning nor for its head has one row, whose values nobody
-    uses.
-    """
-    if span is None or span.begins or span.embeds or (span.ends and not own_head):
-        return vocab_size
-    return 1

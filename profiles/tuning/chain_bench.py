@@ -43,6 +43,7 @@ from graphengine.models.plans.chains import (
     chain_experts,
     chain_experts_reference,
     chain_length,
+    chain_linear,
     link_bytes,
     new_chain,
 )
@@ -146,7 +147,7 @@ class ChainBench:
     ) -> Any:
         config, slot = self.model.config, self._slot[: len(x)]
         kind = config.linears[name].kind
-        weight, bias, norm = self.model.linear(layer, name)
+        weight, bias, norm = chain_linear(self.model, layer, name)
         call = LinearCall(x, weight, slot, bias=bias)
         if plans is not None:
             launch = Launch(arrivals=self._arrivals, pdl=True)

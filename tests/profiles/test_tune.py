@@ -27,11 +27,12 @@ from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gqa
+from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
 from graphengine.models.plans import plan_limits, tuning_tables
-from graphengine.models.plans.chains import chain_length
+from graphengine.models.plans.chains import chain_length, chain_linear
 from graphengine.models.plans.tuning_tables import TuningKey
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.routing import StepRoutes
@@ -431,7 +432,7 @@ def test_a_chain_of_packed_weights(kind: Any, head: bool) -> None:
     launched = [name for name, _ in bench.launches(plans, 20, layers=2, head=True)]
     assert launched == [*[*model.linears][:-1] * 2, [*model.linears][-1]]
     # What was expected is kept; other codes are other products.
-    weight, _, _ = chain.linear(0, names[0])
+    weight, _, _ = chain_linear(chain, 0, names[0])
     assert isinstance(weight, PackedWeight)
     weight.codes[:4] ^= 0x1111
     other = plans.replace({names[1]: plans[names[1]]._replace(stages=3)})
@@ -485,7 +486,8 @@ def test_a_chain_notices_a_damaged_expert() -> None:
     bench = expert_bench()
     plans = heuristic_plans(bench.model.config.linears, torch.float32, "dot")
     assert bench.prepare([plans], seconds=1) == {}
-    experts, _ = bench.model.experts(0)
+    blocks = bench.model.weights.blocks()
+    experts = next(each for each in blocks if isinstance(each, ExpertsWeights))
     assert isinstance(experts.down, torch.Tensor)
     experts.down[bench._chosen[0, 0]] += 1
     other = plans.replace({"expert_down": plans["expert_down"]._replace(stages=4)})

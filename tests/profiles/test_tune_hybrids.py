@@ -23,7 +23,7 @@ from graphengine.models.families.registry import read_model_config
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import WeightForms, heuristic_plans
 from graphengine.models.plans import choosing as tuning
-from graphengine.models.plans.chains import chain_length
+from graphengine.models.plans.chains import chain_length, chain_linear
 from graphengine.models.states import StateTensors
 from graphengine.profiles.benchmark.engines import rounded_model
 from graphengine.profiles.benchmark.shapes import model_shape
@@ -142,7 +142,7 @@ def test_packed_weights_of_a_hybrid() -> None:
     plans = heuristic_plans(bench.model.config.linears, torch.float32, "dot")
     assert bench.prepare([plans], seconds=1) == {}
     name = next(each for each in plans if each.startswith("output"))
-    weight, _, norm = bench.model.linear(0, name)
+    weight, _, norm = chain_linear(bench.model, 0, name)
     assert isinstance(weight, PackedWeight) and norm is not None
     weight.codes[0] ^= 0x1111
     other = plans.replace({name: plans[name]._replace(stages=3)})
@@ -166,7 +166,7 @@ def test_what_is_not_there_is_an_error() -> None:
     model = bench_of(shape("tiny-hybrid")).model
     for link, name in ((0, "gate_up"), (2, "mamba_in")):
         with pytest.raises(KeyError, match=rf"no linear {name} in link={link}: mamba_in, "):
-            model.linear(link, name)
+            chain_linear(model, link, name)
 
 
 @pytest.mark.parametrize("family", ["fma", "dot"])

@@ -25,8 +25,9 @@ PACKAGES = {
 
 ROOMS = (
     "paths", "options", "routing_record", "speculative", "speculative_text",
-    "structured_outputs", "sampling_params", "engine_sizes", "config", "engine_options", "demo",
-    "testing", "models", "text", "prompt_embeds", "prompts", "requests", "host",
+    "structured_outputs", "sampling_params", "engine_sizes", "rank_options", "config",
+    "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts",
+    "requests", "host",
     "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",
     "cli", "__main__",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,24 +28,17 @@ from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttention
+from graphengine.models.blocks.norms import LayerNorm, Sandwich
 from graphengine.models.composition import experts_of, named_layers
-from graphengine.models.contract import Model, ModelConfig
-from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.contract import ModelConfig
+from graphengine.models.decoder import DecoderConfig, DecoderModel, Step
 from graphengine.models.launches import DecodeLaunch
-from graphengine.models.linears import WeightForms
+from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.sublayers import Layer, Recurring, Sublayer, layer_prefix
+from graphengine.models.sublayers import Layer, Recurring, Sublayer, layer_prefix, products
 
-
-class Chain(Model, Protocol):
-    """A model whose links all have the same linears, which can be looked up."""
-
-    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; only residuals have a norm.
-
-        The linears of a layer's experts cannot be looked up.
-        """
-        ...
+Chain = DecoderModel
+"""A decoder that `new_chain` has made."""
 
 
 def new_chain(
@@ -145,6 +138,34 @@ def _below(forms: WeightForms, prefix: str) -> dict[str, PackedForm]:
     }
 
 
+def chain_linear(
+    chain: Chain, link: int, name: str
+) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
+    """Weight, bias and next norm of one of a chain's linears; only residuals have a norm.
+
+    KeyError for a linear that is not there, and for those of experts.
+    """
+    if linear_name(HEAD, chain.lm_head) == name:
+        return chain.lm_head, None, None
+    found = []
+    for step in chain.steps:
+        linears = step.block.block.linears.items()
+        # Experts and latents have more linears than products.
+        for (base, each), (weight, bias) in zip(linears, products(step.block), strict=False):
+            if linear_name(base, weight) == name:
+                norm = _norm_after(step) if each.kind == "residual" else None
+                found.append((weight, bias, None if norm is None else norm.to(chain.dtype)))
+    if link >= len(found):
+        raise KeyError(f"no linear {name} in {link=}: {', '.join(chain.config.linears)}")
+    return found[link]
+
+
+def _norm_after(step: Step) -> Tensor:
+    """Weight of the norm that reads the stream after a block."""
+    norm = step.next_norm.following if isinstance(step.next_norm, Sandwich) else step.next_norm
+    return norm.weight if isinstance(norm, LayerNorm) else norm
+
+
 def chain_experts(
     chain: Chain, link: int, slot_N: Tensor, residual: Residual, launch: DecodeLaunch
 ) -> Residual:
@@ -184,5 +205,7 @@ def chain_experts_reference(
 
 
 def _experts(chain: Chain, link: int) -> tuple[ExpertsWeights, Tensor]:
-    assert isinstance(chain, DecoderModel), f"{type(chain)} has no experts"
-    return chain.experts(link)
+    """Experts of a link, and the weight of the norm after them."""
+    step = [each for each in chain.steps if isinstance(each.block, ExpertsWeights)][link]
+    assert isinstance(step.block, ExpertsWeights) and isinstance(step.next_norm, Tensor), f"{link=}"
+    return step.block, step.next_norm

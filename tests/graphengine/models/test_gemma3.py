@@ -32,7 +32,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.composition import windows_of
 from graphengine.models.families.registry import read_model_config
-from graphengine.models.plans.chains import new_chain
+from graphengine.models.plans.chains import chain_linear, new_chain
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.speculative import DraftModel, NGram
 from launches.compilation import graph_kernels
@@ -340,7 +340,7 @@ def test_a_chain_of_its_linears_can_be_tuned(gemmas: dict[str, Any]) -> None:
     chain = new_chain(config, layers=2, dtype=torch.bfloat16, device=torch.device("cpu"))
     for name in config.linears:
         if name != "lm_head":
-            _, _, norm = chain.linear(0, name)
+            _, _, norm = chain_linear(chain, 0, name)
             assert norm is None or norm.dtype == torch.bfloat16
             assert (norm is None) == (name in ("qkv", "gate_up"))
 
