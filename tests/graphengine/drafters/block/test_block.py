@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
-from checkpoints import hybrids
 from checkpoints.block_drafters import (
     BlockShape,
     PlainDrafter,
@@ -27,21 +20,34 @@ from checkpoints.block_drafters import (
 )
 from checkpoints.eagle3_heads import Tensors, streams_of, write_head
 from checkpoints.mtp_chains import SIZES, VOCAB, random_target
-from engines.small_engine import assert_idle, greedy, open_engine, run, sampled
-from engines.speculation import ENDLESS, open_plain, open_speculating, outcomes, random_jobs
+from engines.small_engine import assert_idle, greedy, sampled
+from engines.speculation import ENDLESS, open_plain, open_speculating, random_jobs
+from engines.stream_drafters import (
+    IN_STEP,
+    LAYERS,
+    SMALL,
+    check_gate,
+    check_graphs,
+    check_one_row,
+    check_pauses,
+    check_tokens,
+    check_turns,
+    follow,
+    gemma3,
+    hybrid,
+    llama,
+)
+from engines.stream_drafters import prompts_of as prompts_below
 from graphengine import DFlash, Engine, Request, SamplingParams
 from graphengine.drafters import FieldSizes
 from graphengine.drafters.block import drafter as block
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
-from graphengine.speculative import GateOptions, describe
+from graphengine.speculative import describe
 from launches.compilation import graph_kernels
 
-K, LAYERS = 4, 8
-SMALL: dict[str, Any] = {
-    "max_batch": 3, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (4, 16),
-    "dtype": "float32",
-}  # fmt: skip
+K = 4
+prompts_of = partial(prompts_below, below=VOCAB - 1)
 
 
 class Pair(NamedTuple):
@@ -61,19 +67,8 @@ class Pair(NamedTuple):
     def mode(self, k: int = K) -> DFlash:
         return DFlash(self.drafter_path, k)
 
-
-def llama() -> Any:
-    """Its next token follows mostly from the last one; the mask's embedding is zero."""
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": LAYERS})).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.mul_(0.05)
-        model.model.embed_tokens.weight.mul_(6)
-        model.model.embed_tokens.weight[BlockShape().mask] = 0
-        model.lm_head.weight[BlockShape().mask] = 0
-    return model
+    def follower(self, engine: Engine, request: Request) -> Follower:
+        return Follower(self, engine, request)
 
 
 DFLASH, DSPARK = BlockShape(), BlockShape(layers=(6, 0), dspark=True, rank=16, block=7)
@@ -101,7 +96,7 @@ def pair_of(folder: Path, target: Any, path: Path, shape: BlockShape, agrees: bo
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    folder, target = tmp_path_factory.mktemp("block"), llama()
+    folder, target = tmp_path_factory.mktemp("block"), llama(BlockShape().mask)
     path = folder / "target"
     target.save_pretrained(path)
     made = {name: pair_of(folder / name, target, path, shape) for name, shape in SHAPES.items()}
@@ -181,47 +176,6 @@ class Follower:
             assert error <= 1e-4, f"{layer=} {error=}"
 
 
-def follow(
-    pair: Pair,
-    engine: Engine,
-    requests: list[Request],
-    known: Sequence[list[int]] = (),
-    right: int = 0,
-) -> list[Follower]:
-    """Step the requests to their end, with a check after every step of each.
-
-    known  the tokens of each, of which the next become the drafts: the first `right` of them
-    """
-    followers = [Follower(pair, engine, request) for request in requests]
-    lengths = [0] * len(requests)
-    while engine.busy:
-        before = without_drafts(engine)
-        engine.step()
-        drafted = without_drafts(engine) == before
-        for index, follower in enumerate(followers):
-            request, count = requests[index], len(requests[index].token_ids) - lengths[index]
-            lengths[index] += count
-            if count and not request.finished and request in engine.scheduler.active:
-                follower.check(count, drafted=drafted)
-                if known:
-                    follower.replace_drafts(known[index][lengths[index] :], right)
-    return followers
-
-
-def without_drafts(engine: Engine) -> int:
-    """Steps that verified none, and made none."""
-    names = [f"replays/decode/{rows}/fast" for rows in range(1, 1 + SMALL["max_batch"])]
-    return sum(engine.counters[name] for name in names)
-
-
-def prompts_of(length: int, *others: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(length)
-    return [
-        torch.randint(1, VOCAB - 1, (count,), generator=generator).tolist()
-        for count in (length, *others)
-    ]
-
-
 PARAMS = [greedy(12, **ENDLESS), sampled(9, seed=5), greedy(8, **ENDLESS)]
 """Of three requests, whose prompts are of several chunks, of one token and of one chunk."""
 
@@ -245,11 +199,16 @@ def test_drafts_are_those_of_a_plain_forward(
     """After steps that accept each number of drafts, beside rows that go their own ways; greedily
     and with noise.
     """
-    pair, options = pairs[name], SMALL | {"device": "cpu", "lookahead": 0}
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
+    pair = pairs[name]
+
+    def replace_drafts(index: int, follower: Follower) -> None:
+        following = known[index][len(follower.request.token_ids) :]
+        follower.replace_drafts(following, accepted)
+
+    with open_speculating(pair.mode(), pair.path, **IN_STEP) as engine:
         submitted = zip(prompts_of(21, 1, 6), PARAMS, strict=True)
         requests = [engine.submit(prompt, each) for prompt, each in submitted]
-        followers = follow(pair, engine, requests, known, accepted)
+        followers = follow(pair, engine, requests, replace_drafts)
         assert {1, 1 + accepted} <= {count for each in followers for count in each.counts}
         assert [request.token_ids for request in requests] == known
         assert_idle(engine)
@@ -258,7 +217,7 @@ def test_drafts_are_those_of_a_plain_forward(
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_drafts_go_through_filters(pairs: dict[str, Pair], name: str) -> None:
     """Those of a sequential head one after the other."""
-    pair, options = pairs[name], SMALL | {"device": "cpu", "lookahead": 0}
+    pair = pairs[name]
     asked = [
         sampled(9, seed=5, top_k=2, logit_bias={7: 3.0}),
         sampled(9, seed=6, top_p=0.5),
@@ -267,7 +226,7 @@ def test_drafts_go_through_filters(pairs: dict[str, Pair], name: str) -> None:
     prompts = prompts_of(21, 1, 6)
     with open_plain(pair.path, **SMALL, device="cpu") as engine:
         plain = [list(result.token_ids) for result in engine.generate(prompts, asked)]
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
+    with open_speculating(pair.mode(), pair.path, **IN_STEP) as engine:
         requests = [engine.submit(*each) for each in zip(prompts, asked, strict=True)]
         follow(pair, engine, requests)
         assert [request.token_ids for request in requests] == plain
@@ -276,83 +235,38 @@ def test_drafts_go_through_filters(pairs: dict[str, Pair], name: str) -> None:
 def test_up_to_the_last_position(pairs: dict[str, Pair]) -> None:
     """A block that would reach past the cache is shorter, and sees nothing that is not there."""
     for name in ("dflash", "dspark", "dflash-windows"):
-        pair, options = pairs[name], SMALL | {"device": "cpu", "lookahead": 0}
-        with open_speculating(pair.mode(), pair.path, **options) as engine:
+        pair = pairs[name]
+        with open_speculating(pair.mode(), pair.path, **IN_STEP) as engine:
             prompt = prompts_of(SMALL["max_seq_len"] - 7)[0]
             (follower,) = follow(pair, engine, [engine.submit(prompt, greedy(7, **ENDLESS))])
             assert len(follower.request.token_ids) == 7 and len(follower.counts) > 2
 
 
 def test_after_pauses(pairs: dict[str, Pair]) -> None:
-    """Rows that gave their KV away, the drafter's too, go on with the drafts they had."""
-    pair, options = pairs["dspark"], SMALL | {"kv_blocks": 16, "swap_blocks": 40}
-    with open_speculating(pair.mode(), pair.path, **options, device="cpu", lookahead=0) as engine:
-        requests = [engine.submit(prompt, greedy(34, **ENDLESS)) for prompt in prompts_of(21, 9, 6)]
-        follow(pair, engine, requests)
-        assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+    check_pauses(pairs["dspark"], prompts_of(21, 9, 6), tokens=34, blocks=16)
 
 
 def test_a_gate_leaves_the_drafter_warm(pairs: dict[str, Pair]) -> None:
-    """While nothing is drafted, it takes in what was emitted; later drafts are right."""
-    pair = pairs["dflash-windows"]
-    gate = GateOptions(window=6, off_below=4.0, on_above=4.0, probe_every=5)
-    options = SMALL | {"gate": gate, "lookahead": 0, "device": "cpu"}
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
-        requests = [engine.submit(prompt, greedy(24, **ENDLESS)) for prompt in prompts_of(21, 6)]
-        follow(pair, engine, requests)
-        assert without_drafts(engine) > 4 and engine.counters["gate/probes"] > 1
+    check_gate(pairs["dflash-windows"], prompts_of(21, 6), tokens=24, enough=4.0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_turns_rewinds_and_snapshots(pairs: dict[str, Pair], tmp_path: Path, kv_dtype: str) -> None:
-    """Blocks of earlier turns are used again, the drafter's among them, in another process too."""
-    pair, (first, second, third) = pairs["dspark-agrees"], prompts_of(19, 5, 7)
-    options = SMALL | {"device": "cpu", "lookahead": 0, "kv_dtype": kv_dtype}
-
-    def turn(session: Any, engine: Engine, appended: list[int]) -> Request:
-        session.append(appended)
-        request = session.submit(greedy(14, **ENDLESS))
-        if kv_dtype == "auto" and engine.config.speculative is not None:
-            follow(pair, engine, [request])
-        else:
-            run(engine)
-        return request
-
-    with open_plain(pair.path, **options) as engine, engine.session() as session:
-        plain = [turn(session, engine, each).token_ids for each in (first, second)]
-        session.rewind(13)
-        plain.append(turn(session, engine, third).token_ids)
-    with (
-        open_speculating(pair.mode(), pair.path, **options) as engine,
-        engine.session() as session,
-    ):
-        turns = [turn(session, engine, each) for each in (first, second)]
-        assert turns[1].cached_tokens > 24
-        session.rewind(13)
-        session.snapshot(tmp_path / "session")
-        expected = turn(session, engine, third)
-        assert expected.cached_tokens >= 32
-        assert [each.token_ids for each in (*turns, expected)] == plain
-        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
-    moved = pair._replace(drafter_path=shutil.copytree(pair.drafter_path, tmp_path / "moved"))
-    with open_speculating(moved.mode(), pair.path, **options) as engine:
-        session = engine.restore_session(tmp_path / "session")
-        with session:
-            again = turn(session, engine, third)
-            assert again.token_ids == expected.token_ids
-            assert again.cached_tokens == expected.cached_tokens
-    with (
-        open_speculating(pairs["dspark"].mode(), pair.path, **options) as engine,
-        pytest.raises(ValueError, match=r"(caches|drafter|dtype)=.*, the engine of "),
-    ):
-        engine.restore_session(tmp_path / "session")
+    check_turns(
+        pairs["dspark-agrees"],
+        pairs["dspark"],
+        prompts_of(19, 5, 7),
+        tmp_path,
+        kv_dtype=kv_dtype,
+        tokens=14,
+        cached=32,
+    )
 
 
 def test_a_prefix_of_another_prompt(pairs: dict[str, Pair]) -> None:
     """Its drafter's blocks are those of the same tokens: not one token after them counts."""
     pair, (shared, *tails) = pairs["dflash"], prompts_of(24, 6, 9)
-    options = SMALL | {"device": "cpu", "lookahead": 0, "prefix_caching": True}
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
+    with open_speculating(pair.mode(), pair.path, **IN_STEP, prefix_caching=True) as engine:
         for index, tail in enumerate(tails):
             request = engine.submit(shared + tail, greedy(6, **ENDLESS))
             follow(pair, engine, [request])
@@ -421,15 +335,8 @@ def test_a_fault_is_no_plain_forward_s(
 
 @pytest.mark.parametrize("name", AGREEING)
 def test_tokens_are_those_without(device: str, pairs: dict[str, Pair], name: str) -> None:
-    """Greedy ones and sampled ones, of more requests than slots, that end inside drafts."""
-    pair, jobs = pairs[f"{name}-agrees"], random_jobs(VOCAB - 1)
-    options = SMALL | {"device": device}
-    with open_plain(pair.path, **options) as engine:
-        expected = outcomes(engine, jobs)
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
-        assert outcomes(engine, jobs) == expected
-        rate = engine.acceptance.accepted / engine.acceptance.proposed
-        assert (0.2 if name == "dflash" else 0.25) < rate < 1, f"{rate=}"
+    least = 0.2 if name == "dflash" else 0.25
+    check_tokens(pairs[f"{name}-agrees"], random_jobs(VOCAB - 1), device, least=least)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
@@ -455,14 +362,8 @@ def test_a_stop_inside_drafts(pairs: dict[str, Pair], known: list[list[int]]) ->
 
 
 def test_one_row_of_few_lanes(pairs: dict[str, Pair]) -> None:
-    """Of the family `fma`, which a row with a draft is."""
-    pair, options = pairs["dspark-agrees"], SMALL | {"max_batch": 1, "device": "cpu"}
-    tokens = []
-    for mode in (None, pair.mode(1)):
-        with open_engine(pair.path, **options, row_family="fma", speculative=mode) as engine:
-            results = engine.generate(prompts_of(21, 4), [greedy(20), sampled(20, seed=3)])
-            tokens.append([result.token_ids for result in results])
-    assert tokens[0] == tokens[1] and engine.acceptance.accepted > 0
+    pair = pairs["dspark-agrees"]
+    check_one_row(pair, pair.mode(1), prompts_of(21, 4))
 
 
 # What it holds and launches.
@@ -506,22 +407,6 @@ def test_a_step_launches_no_kernel_that_copies(pairs: dict[str, Pair], name: str
 # Targets of other kinds.
 
 
-def granite() -> Any:
-    torch.manual_seed(2)
-    return hybrids.MODELS["granite"]().eval()
-
-
-def nemotron() -> Any:
-    torch.manual_seed(2)
-    return hybrids.MODELS["nemotron"]().eval()
-
-
-def gemma3() -> Any:
-    sizes = SIZES | {"sliding_window": 5, "sliding_window_pattern": 2, "pad_token_id": 0}
-    torch.manual_seed(2)
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
-
-
 TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "qwen3-windows": (lambda: random_target("qwen3-windows"), (0,)),
     "qwen3.5": (lambda: random_target("qwen3.5"), (0,)),
@@ -529,9 +414,9 @@ TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     # Its embedding is scaled, and the drafter's is not.
     "gemma3": (gemma3, (0,)),
     # Its stream stands for a part of what it is.
-    "granite": (granite, (0, 2)),
+    "granite": (lambda: hybrid("granite"), (0, 2)),
     # The last of its layers keep nothing.
-    "nemotron": (nemotron, (4, 0)),
+    "nemotron": (lambda: hybrid("nemotron"), (4, 0)),
 }
 
 
@@ -543,7 +428,7 @@ def test_targets_of_other_kinds(tmp_path: Path, kind: str) -> None:
     target.save_pretrained(path)
     shape = BlockShape(layers=layers, windows=(0,), dspark=True, rank=8)
     pair = pair_of(tmp_path / "block", target, path, shape)
-    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+    with open_speculating(pair.mode(), pair.path, **IN_STEP) as engine:
         requests = [engine.submit(prompt, greedy(9, **ENDLESS)) for prompt in prompts_of(21, 2)]
         follow(pair, engine, requests)
 
@@ -552,14 +437,4 @@ def test_targets_of_other_kinds(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("name", AGREEING)
 def test_on_a_gpu_graphs_hold_kernels_alone(pairs: dict[str, Pair], name: str, pdl: bool) -> None:
-    pair, jobs = pairs[f"{name}-agrees"], random_jobs(VOCAB - 1)
-    options = SMALL | {"device": "cuda", "dtype": "bfloat16", "pdl": pdl}
-    with open_plain(pair.path, **options) as engine:
-        expected = outcomes(engine, jobs)
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
-        assert outcomes(engine, jobs) == expected
-        assert engine.acceptance.accepted > 0
-        for key, graph in engine.runtime.graphs.items():
-            if key.kind != "prefill":
-                assert graph.report.node_kinds is not None
-                assert graph.report.node_kinds["kernel"] == graph.report.nodes, key
+    check_graphs(pairs[f"{name}-agrees"], random_jobs(VOCAB - 1), pdl=pdl)

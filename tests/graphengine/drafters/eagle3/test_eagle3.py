@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from checkpoints import hybrids
 from checkpoints.eagle3_heads import (
     PREFIX,
     Head,
@@ -27,7 +24,7 @@ from checkpoints.eagle3_heads import (
 )
 from checkpoints.mtp_chains import SIZES, VOCAB, random_target
 from engines.plain_trees import Root, drafted_tree, plain_tree
-from engines.small_engine import assert_idle, greedy, open_engine, run, sampled
+from engines.small_engine import assert_idle, greedy, sampled
 from engines.speculation import (
     BEST,
     ENDLESS,
@@ -38,19 +35,31 @@ from engines.speculation import (
     outcomes,
     random_jobs,
 )
+from engines.stream_drafters import (
+    IN_STEP,
+    LAYERS,
+    SMALL,
+    check_gate,
+    check_graphs,
+    check_one_row,
+    check_pauses,
+    check_tokens,
+    check_turns,
+    follow,
+    gemma3,
+    hybrid,
+    llama,
+    prompts_of,
+)
 from graphengine import Engine, PromptParts, Request
 from graphengine.drafters import FieldSizes
 from graphengine.drafters.modules import eagle
 from graphengine.kernels.attention import reference
 from graphengine.options.draft_trees import Tree
-from graphengine.speculative import Eagle3, GateOptions, describe
+from graphengine.speculative import Eagle3, describe
 from launches.compilation import graph_kernels
 
 K = 3
-SMALL: dict[str, Any] = {
-    "max_batch": 3, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (4, 16),
-    "dtype": "float32",
-}  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -60,7 +69,7 @@ class Pair(NamedTuple):
     path: Path
     shape: Shape
     tensors: Tensors
-    head_path: Path
+    drafter_path: Path
 
     def head(self) -> Head:
         model = self.target
@@ -69,7 +78,10 @@ class Pair(NamedTuple):
 
     def mode(self, **options: Any) -> Eagle3:
         layers = None if min(self.shape.layers) else self.shape.layers
-        return Eagle3(self.head_path, K, layers=layers, **options)
+        return Eagle3(self.drafter_path, K, layers=layers, **options)
+
+    def follower(self, engine: Engine, request: Request) -> Follower:
+        return Follower(self, engine, request)
 
 
 def pair_of(
@@ -86,18 +98,6 @@ def pair_of(
         config, stored = as_speculators(config, tensors)
     path = write_head(folder / "head", config, stored)
     return Pair(target, folder / "target", shape, tensors, path)
-
-
-def llama() -> Any:
-    """Its next token follows mostly from the last one."""
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 8})).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.mul_(0.05)
-        model.model.embed_tokens.weight.mul_(6)
-    return model
 
 
 SHAPES: dict[str, tuple[Shape, bool]] = {
@@ -192,43 +192,13 @@ class Follower:
         assert error.max() <= 1e-4, f"{error=}"
 
 
-def follow(pair: Pair, engine: Engine, requests: list[Request]) -> list[Follower]:
-    """Step the requests to their end, with a check after every step of each."""
-    followers = [Follower(pair, engine, request) for request in requests]
-    lengths = [0] * len(requests)
-    while engine.busy:
-        before = without_drafts(engine)
-        engine.step()
-        drafted = without_drafts(engine) == before
-        for index, follower in enumerate(followers):
-            request, count = requests[index], len(requests[index].token_ids) - lengths[index]
-            lengths[index] += count
-            if count and not request.finished and request in engine.scheduler.active:
-                follower.check(count, drafted=drafted)
-    return followers
-
-
-def without_drafts(engine: Engine) -> int:
-    """Steps that verified none, and made none."""
-    names = [f"replays/decode/{rows}/fast" for rows in range(1, 1 + SMALL["max_batch"])]
-    return sum(engine.counters[name] for name in names)
-
-
-def prompts_of(length: int, *others: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(length)
-    return [
-        torch.randint(1, VOCAB, (count,), generator=generator).tolist()
-        for count in (length, *others)
-    ]
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_drafts_are_those_of_a_plain_forward(pairs: dict[str, Pair], name: str) -> None:
     """After every step, whatever was accepted, beside a row that goes its own way; after prompts of
     one token, of one chunk and of several.
     """
     pair = pairs[name]
-    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+    with open_speculating(pair.mode(), pair.path, **IN_STEP) as engine:
         params = greedy(26, **ENDLESS)
         requests = [engine.submit(prompt, params) for prompt in prompts_of(21, 1, 6)]
         followers = follow(pair, engine, requests)
@@ -257,63 +227,24 @@ def test_embeddings_of_a_prompt_are_read_as_tokens(pairs: dict[str, Pair]) -> No
 
 
 def test_after_pauses(pairs: dict[str, Pair]) -> None:
-    """Rows that gave their blocks away, among them the head's, go on with the drafts they had."""
-    pair, options = pairs["published"], SMALL | {"kv_blocks": 15, "swap_blocks": 40}
-    with open_speculating(pair.mode(), pair.path, **options, device="cpu", lookahead=0) as engine:
-        requests = [engine.submit(prompt, greedy(40, **ENDLESS)) for prompt in prompts_of(21, 9, 6)]
-        follow(pair, engine, requests)
-        assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+    check_pauses(pairs["published"], prompts_of(21, 9, 6), tokens=40, blocks=15)
 
 
 def test_a_gate_leaves_the_head_warm(pairs: dict[str, Pair]) -> None:
-    """While nothing is drafted, the head takes in what was emitted; later drafts are right."""
-    pair = pairs["published"]
-    gate = GateOptions(window=6, off_below=3.0, on_above=3.0, probe_every=5)
-    options = SMALL | {"gate": gate, "lookahead": 0, "device": "cpu"}
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
-        requests = [engine.submit(prompt, greedy(40, **ENDLESS)) for prompt in prompts_of(21, 6)]
-        follow(pair, engine, requests)
-        assert without_drafts(engine) > 4 and engine.counters["gate/probes"] > 1
+    check_gate(pairs["published"], prompts_of(21, 6), tokens=40, enough=3.0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_turns_rewinds_and_snapshots(pairs: dict[str, Pair], tmp_path: Path, kv_dtype: str) -> None:
-    """Blocks of earlier turns are used again, the head's among them, in another process too."""
-    pair, (first, second, third) = pairs["speculators"], prompts_of(19, 5, 7)
-    options = SMALL | {"device": "cpu", "lookahead": 0, "kv_dtype": kv_dtype}
-
-    def turn(session: Any, engine: Engine, appended: list[int]) -> Request:
-        session.append(appended)
-        request = session.submit(greedy(16, **ENDLESS))
-        if kv_dtype == "auto":
-            follow(pair, engine, [request])
-        else:
-            run(engine)
-        return request
-
-    with (
-        open_speculating(pair.mode(), pair.path, **options) as engine,
-        engine.session() as session,
-    ):
-        turn(session, engine, first)
-        assert turn(session, engine, second).cached_tokens > 24
-        session.rewind(13)
-        session.snapshot(tmp_path / "session")
-        expected = turn(session, engine, third)
-        assert expected.cached_tokens >= 40
-        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
-    moved = pair._replace(head_path=shutil.copytree(pair.head_path, tmp_path / "moved"))
-    with open_speculating(moved.mode(), pair.path, **options) as engine:
-        session = engine.restore_session(tmp_path / "session")
-        with session:
-            again = turn(session, engine, third)
-            assert again.token_ids == expected.token_ids
-            assert again.cached_tokens == expected.cached_tokens
-    with (
-        open_speculating(pairs["published"].mode(), pair.path, **options) as engine,
-        pytest.raises(ValueError, match=r"(caches|drafter|dtype)=.*, the engine of "),
-    ):
-        engine.restore_session(tmp_path / "session")
+    check_turns(
+        pairs["speculators"],
+        pairs["published"],
+        prompts_of(19, 5, 7),
+        tmp_path,
+        kv_dtype=kv_dtype,
+        tokens=16,
+        cached=40,
+    )
 
 
 @pytest.mark.parametrize("writer", ["advance_module_draft", "commit_draft"])
@@ -339,8 +270,8 @@ def test_another_layer_or_another_order_is_no_plain_forward_s(
     pairs: dict[str, Pair], layers: tuple[int, ...]
 ) -> None:
     pair = pairs["published"]
-    mode = Eagle3(pair.head_path, K, layers=layers)
-    with open_speculating(mode, pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+    mode = Eagle3(pair.drafter_path, K, layers=layers)
+    with open_speculating(mode, pair.path, **IN_STEP) as engine:
         request = engine.submit(prompts_of(21)[0], greedy(26, **ENDLESS))
         with pytest.raises(AssertionError, match=r"draft \d of \[|error="):
             follow(pair, engine, [request])
@@ -357,11 +288,11 @@ TREES: dict[str, Any] = {"static": TREE, "dynamic": BEST}
 )  # fmt: skip
 def test_trees_are_those_of_a_plain_head(pairs: dict[str, Pair], name: str, tree: str) -> None:
     """Node for node, after every step, of a greedy request and of one with noise."""
-    pair, mode = pairs[name], Eagle3(pairs[name].head_path, tree=TREES[tree])
+    pair, mode = pairs[name], Eagle3(pairs[name].drafter_path, tree=TREES[tree])
     mode = replace(mode, layers=pair.mode().layers)
     shape = mode.shape
     assert shape is not None and mode.k == shape.nodes == 9
-    with open_speculating(mode, pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+    with open_speculating(mode, pair.path, **IN_STEP) as engine:
         params = [greedy(15, **ENDLESS), sampled(15, seed=8)]
         requests = [
             engine.submit(prompt, each)
@@ -411,7 +342,7 @@ def test_tokens_with_trees_are_those_without(
     with open_plain(pair.path, **SMALL, device=device) as engine:
         expected = outcomes(engine, jobs)
     options = SMALL | {"kv_blocks": 14, "swap_blocks": 40, "device": device}
-    mode = Eagle3(pair.head_path, tree=TREES[tree])
+    mode = Eagle3(pair.drafter_path, tree=TREES[tree])
     with open_speculating(mode, pair.path, **options) as engine:
         assert outcomes(engine, jobs) == expected
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
@@ -429,25 +360,12 @@ def test_a_tree_says_what_it_is() -> None:
 
 
 def test_tokens_are_those_without(device: str, pairs: dict[str, Pair]) -> None:
-    """Greedy ones and sampled ones, of more requests than slots, that end inside drafts."""
-    pair, jobs = pairs["speculators"], random_jobs(VOCAB)
-    options = SMALL | {"device": device}
-    with open_plain(pair.path, **options) as engine:
-        expected = outcomes(engine, jobs)
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
-        assert outcomes(engine, jobs) == expected
-        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
+    check_tokens(pairs["speculators"], random_jobs(VOCAB), device, least=0.0)
 
 
 def test_one_row_of_few_lanes(pairs: dict[str, Pair]) -> None:
-    """Of the family `fma`, which a row with a draft is."""
-    pair, options = pairs["published"], SMALL | {"max_batch": 1, "device": "cpu"}
-    tokens = []
-    for mode in (None, Eagle3(pair.head_path, 1)):
-        with open_engine(pair.path, **options, row_family="fma", speculative=mode) as engine:
-            results = engine.generate(prompts_of(21, 4), [greedy(20), sampled(20, seed=3)])
-            tokens.append([result.token_ids for result in results])
-    assert tokens[0] == tokens[1] and engine.acceptance.accepted > 0
+    pair = pairs["published"]
+    check_one_row(pair, Eagle3(pair.drafter_path, 1), prompts_of(21, 4))
 
 
 # What it holds and launches.
@@ -458,7 +376,10 @@ def test_what_it_holds_is_in_the_budget(pairs: dict[str, Pair]) -> None:
         mode = pair.mode()
         with open_speculating(mode, pair.path, **SMALL, device="cpu") as engine:
             lines = {line.name: line.bytes for line in engine.memory.budget.lines}
-            drafter, stored = engine.core.drafter, load_file(pair.head_path / "model.safetensors")
+            drafter, stored = (
+                engine.core.drafter,
+                load_file(pair.drafter_path / "model.safetensors"),
+            )
             floats = [tensor for tensor in stored.values() if tensor.is_floating_point()]
             ids = 4 * pair.shape.drafted
             assert lines["drafter's weights"] == sum(tensor.nbytes for tensor in floats) + ids
@@ -479,7 +400,7 @@ def test_a_step_launches_no_kernel_that_copies(pairs: dict[str, Pair]) -> None:
     with open_speculating(pair.mode(), pair.path, **options) as engine:
         graphs = graph_kernels(engine)
     names = [kernel.name for kernel in graphs["decode/3/k3/fast"]]
-    target, finish = 1 + 5 * 8, 2
+    target, finish = 1 + 5 * LAYERS, 2
     assert len(names) == target + finish + 2 + 3 * (5 + 1 + 1)
     head = names[target + finish :]
     layer = ["dot_kernel", "decode_attention_kernel", *["dot_kernel"] * 3, "dot_kernel"]
@@ -491,27 +412,10 @@ def test_a_step_launches_no_kernel_that_copies(pairs: dict[str, Pair]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_on_a_gpu_graphs_hold_kernels_alone(pairs: dict[str, Pair], pdl: bool) -> None:
-    pair, jobs = pairs["published"], random_jobs(VOCAB)
-    options = SMALL | {"device": "cuda", "dtype": "bfloat16", "pdl": pdl}
-    with open_plain(pair.path, **options) as engine:
-        expected = outcomes(engine, jobs)
-    with open_speculating(pair.mode(), pair.path, **options) as engine:
-        assert outcomes(engine, jobs) == expected
-        for key, graph in engine.runtime.graphs.items():
-            if key.kind != "prefill":
-                assert graph.report.node_kinds is not None
-                assert graph.report.node_kinds["kernel"] == graph.report.nodes, key
+    check_graphs(pairs["published"], random_jobs(VOCAB), pdl=pdl)
 
 
 # Targets of every kind.
-
-
-def gemma3() -> Any:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    sizes = SIZES | {"sliding_window": 5, "sliding_window_pattern": 2, "pad_token_id": 0}
-    torch.manual_seed(2)
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
 
 
 def gpt_oss() -> Any:
@@ -521,11 +425,6 @@ def gpt_oss() -> Any:
     config = GptOssConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     torch.manual_seed(2)
     return GptOssForCausalLM._from_config(config, experts_implementation="eager").eval()
-
-
-def hybrid(kind: str) -> Any:
-    torch.manual_seed(2)
-    return hybrids.MODELS[kind]().eval()
 
 
 TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
@@ -549,6 +448,6 @@ def test_targets_of_every_kind(tmp_path: Path, kind: str) -> None:
     """What their streams leave, in prefill and in decode, and after drafts were refused."""
     make, layers = TARGETS[kind]
     pair = pair_of(tmp_path, make(), Shape(layers=layers, drafted=61))
-    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+    with open_speculating(pair.mode(), pair.path, **IN_STEP) as engine:
         requests = [engine.submit(prompt, greedy(11, **ENDLESS)) for prompt in prompts_of(21, 2)]
         follow(pair, engine, requests)
