@@ -110,6 +110,19 @@ def test_nobody_but_who_makes_it_asks_which_drafter_it_is() -> None:
     assert found == []
 
 
+def test_models_alone_ask_which_model_it_is() -> None:
+    classes = {f"{kind}{part}" for kind in ("Decoder", "Model") for part in ("Config", "Weights")}
+    found = [
+        f"{shown(path)}:{where}"
+        for path in package_files()
+        if not shown(path).startswith("graphengine/models/")
+        for where in house.class_tests(
+            shown(path), path.read_text("utf-8"), classes | {"DecoderModel", "Model"}
+        )
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "source",
     ["isinstance(mode, MTP)", "isinstance(d, Drafter | speculative.MTP)", "type(mode) is MTP",

@@ -12,7 +12,7 @@ from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import attention_of
 from graphengine.models.contract import ModelConfig
-from graphengine.models.decoder import DecoderConfig
+from graphengine.models.decoder import DecoderConfig, as_decoder
 from graphengine.models.sublayers import usual_layer
 
 
@@ -92,7 +92,8 @@ def layers_like(
 
     ValueError, naming the drafter by `what`, if the target's layers are of a kind that none has.
     """
-    like = target.attending_decoder() if isinstance(target, DecoderConfig) else None
+    decoder = as_decoder(target)
+    like = None if decoder is None else decoder.attending_decoder()
     attention = None if like is None else attention_of(like)
     if like is None or like.mlp is None or not isinstance(attention, GroupedQueryAttention):
         raise ValueError(f"no {what} has the sizes of a {target.architecture}")

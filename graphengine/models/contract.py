@@ -28,6 +28,7 @@ from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.launches import (
     ONE_RANK,
     ChunkAttention,
@@ -285,6 +286,11 @@ class Model(Protocol):
     @property
     def lm_head(self) -> AnyWeight:
         """`[V, H]`, or the first rows of it."""
+        ...
+
+    @property
+    def tables(self) -> RopeTables:
+        """RoPE's angles in the layers without a window."""
         ...
 
     @property

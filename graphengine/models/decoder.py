@@ -51,7 +51,7 @@ from graphengine.models.composition import (
     named_layers,
     window_of,
 )
-from graphengine.models.contract import ModelWeights, PrefillEnd
+from graphengine.models.contract import ModelConfig, ModelWeights, PrefillEnd
 from graphengine.models.decoder_layer import (
     LayerWeights,
     Memory,
@@ -570,3 +570,8 @@ class DecoderConfig(Composition):
             positions=new(self.max_positions, hidden) if placed else None,
             lm_head=lm_head,
         )
+
+
+def as_decoder(config: ModelConfig) -> DecoderConfig | None:
+    """The config, if its layers are listed; None for a family with a class of its own."""
+    return config if isinstance(config, DecoderConfig) else None

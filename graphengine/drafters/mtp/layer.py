@@ -36,8 +36,8 @@ from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
 from graphengine.models.composition import blocks_of, experts_of, windows_of
-from graphengine.models.contract import Model, ModelConfig
-from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.contract import ModelConfig
+from graphengine.models.decoder import DecoderConfig, as_decoder
 from graphengine.models.decoder_layer import (
     LayerWeights,
     allocate_layer,
@@ -173,19 +173,21 @@ class MtpConfig:
         expert_modules  modules that have experts; None: all, if the target has any
         full_attention  whether modules are known to have no window though target layers have one
         """
-        if not isinstance(target, DecoderConfig) or (like := target.attending_decoder()) is None:
+        decoder = as_decoder(target)
+        like = None if decoder is None else decoder.attending_decoder()
+        if decoder is None or like is None:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: it has no "
                 f"layers as modules have them"
             )
-        windows, experts = windows_of(target), experts_of(target)
+        windows, experts = windows_of(decoder), experts_of(decoder)
         if any(windows) and not full_attention:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} with windows of {max(windows)} "
                 f"tokens are not supported, unless mtp_layer_types says that they have full "
                 f"attention: a module has no window"
             )
-        if any(each.post_norm for layer in target.layers for each in layer):
+        if any(each.post_norm for layer in decoder.layers for each in layer):
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: norms follow "
                 f"its blocks, and no module's"
@@ -198,8 +200,12 @@ class MtpConfig:
             (attention, routed if index in expert_modules else dense)
             for index in range(len(prefixes))
         )
-        decoder = replace(like, layers=layers)
-        return cls(layout=layout, prefixes=prefixes, decoder=decoder, norm_eps=like.norm_eps)
+        return cls(
+            layout=layout,
+            prefixes=prefixes,
+            decoder=replace(like, layers=layers),
+            norm_eps=like.norm_eps,
+        )
 
     @property
     def modules(self) -> int:
@@ -407,15 +413,6 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
     return MtpWeights(config=config, modules=modules)
 
 
-def rope_of(target: Model) -> RopeTables:
-    """The RoPE tables of the target's layers without a window; modules' layers share them.
-
-    `MtpConfig.of_target` has refused every target without them.
-    """
-    assert isinstance(target, DecoderModel), f"{target=}"
-    return target.tables
-
-
 def mtp_decode(
     module: MtpModuleWeights,
     combined_N2H: Tensor,
@@ -434,7 +431,7 @@ def mtp_decode(
     residual      `x` is zero in live lanes; updated in place. The other parts are not read.
     kv            the module's layer of the cache: each live lane's keys and values are written at
                   `row.position`
-    tables        `rope_of` the target
+    tables        the target's
     launch        with plans of `MtpConfig.linears`
 
     The result's `scaled` and `squares` give logits by `lm_head`, as the target's do; they also give

@@ -19,7 +19,6 @@ from graphengine.drafters.mtp.layer import (
     allocate_mtp_weights,
     mtp_decode,
     mtp_prefill,
-    rope_of,
 )
 from graphengine.kernels.draft.draft import Fusion, combine_hidden
 from graphengine.kernels.linear.residual import Residual
@@ -145,7 +144,7 @@ class OpenMtp(OpenModules):
         launch = setting.launch_with(plans)
         super().__init__(config, fusions, head, launch, setting.model.config.norm_eps)
         self._kv = cache
-        self._tables = rope_of(setting.model)
+        self._tables = setting.model.tables
         self._block_table = setting.buffers["block_table"]
 
     def refresh(self) -> None:

@@ -13,7 +13,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.composition import attention_of, experts_of
 from graphengine.models.contract import ModelConfig
-from graphengine.models.decoder import DecoderConfig
+from graphengine.models.decoder import as_decoder
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import MTP_KEYS, language_model, read_keys, unsupported
 from graphengine.models.quantised.config import quantisation_of
@@ -109,10 +109,10 @@ def _expert_modules(
     ValueError for parts whose sizes the target does not have: it gives the reason, rather than a
     list of names.
     """
-    there = set()
-    if isinstance(target, DecoderConfig):
-        there |= set() if experts_of(target) is None else {_EXPERTS}
-        there |= {_LATENT} if isinstance(attention_of(target), LatentAttention) else set()
+    there, decoder = set(), as_decoder(target)
+    if decoder is not None:
+        there |= set() if experts_of(decoder) is None else {_EXPERTS}
+        there |= {_LATENT} if isinstance(attention_of(decoder), LatentAttention) else set()
     found: list[int] = []
     for index, prefix in enumerate(prefixes):
         layer = prefix + layout.layer

@@ -25,7 +25,6 @@ from graphengine.drafters.mtp.layer import (
     allocate_mtp_weights,
     mtp_decode,
     mtp_prefill,
-    rope_of,
 )
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.experts.router import Router, Routes
@@ -253,7 +252,7 @@ def run(
         chunk,
         kv,
         table,
-        rope_of(model),
+        model.tables,
         attention,
         launch=launch.prefill,
     )[:5]
@@ -278,7 +277,7 @@ def run(
         found[f"step {position}"] = torch.cat([out.scaled[1], out.squares[:, 1].sum()[None]])
         stream = new_residual(2, config.hidden_size, 1, dtype=torch.float32, device="cpu")
         stream.x[1] = 0
-        drafted = mtp_decode(module, combined[:2], stream, rows, kv, table, rope_of(model), launch)
+        drafted = mtp_decode(module, combined[:2], stream, rows, kv, table, model.tables, launch)
         found[f"module's step {position}"] = drafted.scaled[1]
     return found
 

@@ -39,7 +39,6 @@ from graphengine.drafters.mtp.layer import (
     allocate_mtp_weights,
     mtp_decode,
     mtp_prefill,
-    rope_of,
 )
 from graphengine.drafters.mtp.reading import read_mtp_config
 from graphengine.kernels.attention.prefill import paged_prefill_attention
@@ -96,7 +95,7 @@ class Drafter:
         shape = (SLOTS * blocks + 1, *cache_shape(target.states, BLOCK)[1:])
         self.cache = self._nan(target.num_layers, *shape)
         self.module_cache = self._nan(self.config.modules, *shape)
-        self.tables = rope_of(self.model)
+        self.tables = self.model.tables
 
     def _nan(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, device=self.device)
