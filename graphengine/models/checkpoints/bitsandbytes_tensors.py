@@ -7,7 +7,6 @@ The layout is that of `QuantState.as_dict(packed=True)` in bitsandbytes.function
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphengine.models.checkpoints.json_files import parse_json_object
 from graphengine.models.checkpoints.tensor_files import TensorInfo
 from graphengine.options.checks import INT32_MAX, is_finite, is_int, is_number, shown
 from graphengine.options.devices import DTYPES
@@ -150,13 +150,7 @@ def _state(
             f"{name} has {info.nbytes} bytes in {info.dtype}: a description is JSON in uint8 of "
             f"at most {_MOST_STATE_BYTES}"
         )
-    try:
-        state = json.loads(bytes(read(name, info).flatten().tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{name} is {shown(state)}: a description is a JSON object")
-    return state
+    return parse_json_object(bytes(read(name, info).flatten().tolist()), name)
 
 
 def _described(

@@ -8,10 +8,12 @@ from typing import Any
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a file. ValueError, with the file's name, for anything else."""
     return parse_json_object(file.read_bytes(), str(file))
 
 
 def parse_json_object(text: bytes, what: str) -> dict[str, Any]:
+    """The object that a text is. ValueError, which begins with `what`, for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
