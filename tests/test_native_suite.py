@@ -68,7 +68,7 @@ def test_the_beginning_of_a_spread_order_is_spread() -> None:
 
 
 class Item:
-    """As pytest's."""
+    """Stands for pytest's item."""
 
     def __init__(self, nodeid: str, **params: object) -> None:
         self.nodeid = nodeid

@@ -48,7 +48,7 @@ from engines.small_engine import open_engine
 from launches.rounding_bounds import assert_best, in_float64, room_of
 
 TOLERANCE = 1e-4
-"""Of float32 logits, relative to the largest of a token."""
+"""Tolerance of float32 logits, relative to a token's largest."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -336,7 +336,9 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_handler_of_the_program_is_called_after_the_step() -> None:
-    """That of asyncio, or one that only takes a note; one that is not Python's stays as it is."""
+    """The handler is asyncio's, or one that only takes a note; one that is not Python's stays as it
+    is.
+    """
     noted: list[bool] = []
     before = signal.getsignal(signal.SIGINT)
     with open_engine(device="cpu") as engine:

@@ -159,7 +159,7 @@ def test_the_thread_that_uses_an_engine_first_owns_it() -> None:
 
 
 class Model:
-    """As a pydantic model: the class tells its schema."""
+    """Like a pydantic model: the class tells its schema."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Model:
 
 
 class Adapter:
-    """As a pydantic `TypeAdapter`: the object does."""
+    """Like a pydantic `TypeAdapter`: the object tells its schema."""
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": "array"}

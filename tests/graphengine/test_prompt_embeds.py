@@ -205,7 +205,7 @@ def test_equal_embeddings_share_blocks_and_others_do_not(device: str) -> None:
 def test_kept_states_are_found_by_equal_embeddings_alone(
     families: dict[str, Any], device: str
 ) -> None:
-    """Of recurrent layers, at the end of a prompt that others begin with."""
+    """Checkpoints of recurrent layers, at the end of a prompt that others begin with."""
     options = {"device": device, "prefix_caching": True, "session_states": 4, **SIZES}
     with open_engine(families["granite"].path, **options) as engine:
         rows = torch.randn(24, table_of(engine).shape[1])

@@ -61,7 +61,7 @@ def both(template: str = TEMPLATE, **options: Any) -> tuple[Tokenizer, PreTraine
 @pytest.mark.parametrize("configured", [None, True, False])
 @pytest.mark.parametrize("text", ["a b", "<s>a", "<s><s>a", "", "a<s>"])
 def test_add_bos_puts_exactly_one_or_none(configured: bool | None, text: str) -> None:
-    """As `TextGenerationController.tokenize_prompt` of Megatron."""
+    """It does what `TextGenerationController.tokenize_prompt` of Megatron does."""
     ours, theirs = both(add_bos=configured)
     plain = theirs.encode(text, add_special_tokens=False)
     while plain[:1] == [0]:

@@ -46,7 +46,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options_of(name: str, path: Path) -> dict[str, Any]:
-    """Of the named case, for a model at `path`."""
+    """Options of the named case, for a model at `path`."""
     options = SIZES | DOT | CASES[name]
     return options | ({"speculative": DraftModel(path, k=2)} if name == "model" else {})
 
@@ -112,7 +112,7 @@ def test_a_fresh_process_goes_on_where_another_stopped(small: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["plain-1", "eagle-1", "tree", "model", "vanilla"])
 def test_what_is_kept_is_what_a_prefill_would_write(name: str, small: Path) -> None:
-    """Of the target and of its drafter, whatever the turn's end is to a block's."""
+    """KV of the target and of its drafter, wherever in a block the turn ends."""
     options = options_of(name, small)
     with open_engine(small, **options) as engine:
         vocab, dice = engine.model.config.vocab_size, random.Random(0)
@@ -491,7 +491,7 @@ def test_a_session_of_another_engine_is_refused(
 
 
 def test_a_session_that_fills_max_seq_len_is_restored(kept: SessionSnapshot) -> None:
-    """As a turn leaves it that ends by length; of one token more it cannot be."""
+    """A turn that ends by length leaves it so; with one token more it cannot be restored."""
     with open_engine(**SIZES) as engine:
         limit = engine.memory.max_seq_len
         ids = [*kept.token_ids, *[1] * limit][:limit]

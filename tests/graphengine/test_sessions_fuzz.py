@@ -84,7 +84,9 @@ class World:
         )
 
     def options(self) -> dict[str, Any]:
-        """Of a request: who waits after whom, and at times a deadline that has come already."""
+        """Options of a request: who waits after whom, and at times a deadline that has come
+        already.
+        """
         late = self.dice.random() < 0.05
         return {
             "priority": self.dice.choice([0, 0, 0, -1, 1]),
@@ -249,7 +251,7 @@ def live_through(
 
 
 def asked_of(request: Request) -> SamplingParams:
-    """As it was asked, of one cut short no more than it said."""
+    """The prompt as it was asked; of a turn that was cut short no more than it said."""
     params = dataclasses.replace(request.params, seed=request.seed)
     if request.finish_reason in ("cancelled", "deadline"):
         params = dataclasses.replace(params, max_tokens=len(request.token_ids))

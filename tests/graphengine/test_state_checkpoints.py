@@ -433,7 +433,7 @@ def test_prompts_find_what_a_drafter_has_finished(
 def test_entries_are_found_by_position_and_those_before_the_first_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several tokens, in slots with more and with fewer entries; caches come along."""
+    """States of several tokens, in slots with more and with fewer entries; caches come along."""
     state = Recurrent("inputs", (3,), None, depth=3, apart=True)
     layers = [(state,), ()]
 

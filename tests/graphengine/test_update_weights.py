@@ -373,7 +373,9 @@ def test_two_ranks_take_their_parts(
     monkeypatch: pytest.MonkeyPatch,
     quantize: str | None,
 ) -> None:
-    """Of tensors that are handed over, and of a checkpoint; snapshots go to one rank and back."""
+    """Parts of tensors that are handed over, and of a checkpoint; snapshots go to one rank and
+    back.
+    """
     path, temporary = checkpoints["llama-biases"].path, tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -472,8 +474,9 @@ def test_a_rank_that_does_not_update(
 def test_two_stages_take_their_layers(
     checkpoints: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
-    """Of tensors that are handed over, of which the driver checks those of other stages, too, and
-    of a checkpoint; tokens and log-probabilities are those of one process, to the bit.
+    """Layers come from tensors that are handed over, where the driver also checks those of other
+    stages, and from a checkpoint; tokens and log-probabilities are those of one process, to the
+    bit.
     """
     path, options = checkpoints["llama-tied-yarn"].path, dict[str, Any]()
     if kind == "modules":

@@ -30,7 +30,7 @@ NO_WORDS: list[Any] = [5, "word", b"word", {"word"}, [5], [None], [""], [[]], [[
 
 
 def but(values: list[Any], *allowed: Any) -> list[Any]:
-    """Those that are none of `allowed`, by identity."""
+    """The values that are none of `allowed`, by identity."""
     return [value for value in values if not any(value is each for each in allowed)]
 
 

@@ -120,7 +120,9 @@ def test_each_drafter_is_measured_at_each_temperature(run: Run, tmp_path: Path) 
 
 
 def test_the_demo_s_own_drafters_draft(run: Run) -> None:
-    """Those in the package, by their short names; a head of another model is hardly ever right."""
+    """The drafters in the package, by their short names; a head of another model is hardly ever
+    right.
+    """
     chosen = ("--speculative", "eagle3:demo:3", "--speculative", "dflash:demo:4")
     sizes = ("--prompts", "2", "--new-tokens", "32", "--temperature", "0")
     status, out, _ = run(*sizes, *chosen, "--json")

@@ -233,7 +233,7 @@ def test_json_alone_is_printed_when_asked_for(run_bench: Bench) -> None:
 def test_first_tokens_are_timed_in_the_engines_that_hold_the_prompt(
     run_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of the default sizes may be too short for a long prompt."""
+    """The engine of the default sizes may be too short for a long prompt."""
 
     def limit(config: EngineConfig, most: int) -> int:
         return config.max_seq_len or 64
@@ -375,7 +375,7 @@ def test_importing_the_command_line_imports_nothing_above_it() -> None:
 
 
 def test_one_line_names_the_folder_above() -> None:
-    """As a string that the layering test cannot see: so it may stand in one place only."""
+    """It is a string that the layering test cannot see: so it may stand in one place only."""
     folder = Path(cli.__file__).resolve().parents[1]
     named = [
         f"{path.relative_to(folder)}: {node.value}"

@@ -110,7 +110,7 @@ def test_only_steps_without_a_load_count() -> None:
 
 
 def test_the_pieces_are_those_of_steady_steps() -> None:
-    """Of as many as were asked for; their replays are the decode graph's alone."""
+    """Pieces of as many steps as were asked for; their replays are the decode graph's alone."""
     with silent(2) as engine:
         before = engine.counters["replays/decode/2/fast"]
         found = host_path.pieces(engine, 2, 30)

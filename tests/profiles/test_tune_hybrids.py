@@ -123,7 +123,7 @@ def test_every_linear_is_a_target(name: str, family: Any) -> None:
 
 
 def test_a_chain_has_the_weights_of_a_gigabyte() -> None:
-    """Those of a link are a gated delta net's, attention's and a feed-forward's."""
+    """A link's weights are a gated delta net's, attention's and a feed-forward's."""
     config = shape("qwen3.5-4b")
     per_link = sum(
         2 * linear.rows * linear.columns

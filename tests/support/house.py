@@ -279,7 +279,9 @@ def kind_comparisons(file: str, source: str, names: Collection[str]) -> list[str
 
 
 def room_of(module: str) -> str | None:
-    """Of a module of `graphengine/`: its entry of `ROOMS`; None for those of other packages."""
+    """The entry of `ROOMS` that a module of `graphengine/` is in; None for modules of other
+    packages.
+    """
     package, *rest = module.removesuffix(".__init__").split(".")
     if package != "graphengine" or (rest and f"graphengine.{rest[0]}" in PACKAGES.values()):
         return None

@@ -246,8 +246,8 @@ def part(items: Sequence[Any], shard: int, shards: int) -> list[Any]:
 
 
 def files_of(paths: Iterable[str]) -> list[str]:
-    """Of these files and folders, relative to the root; those that take longest first. A file may
-    name one of its tests, "test_a.py::test_b". ValueError for a path that does not exist.
+    """Test files of these files and folders, relative to the root; those that take longest first. A
+    file may name one of its tests, "test_a.py::test_b". ValueError for a path that does not exist.
     """
     found: set[str] = set()
     for path in paths:
@@ -262,7 +262,7 @@ def files_of(paths: Iterable[str]) -> list[str]:
 
 
 def alone_of(files: Iterable[str]) -> tuple[str, ...]:
-    """Those of the files that have a test that runs alone."""
+    """The files that have a test that runs alone."""
     return tuple(file for file in files if says(file, ALONE))
 
 
@@ -283,7 +283,7 @@ def says(file: str, words: re.Pattern[str]) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them, which may be numbers or UUIDs."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them, which may be numbers or UUIDs."""
     count, inherited = gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if inherited is None:
         return [str(number) for number in range(count)]

@@ -169,7 +169,7 @@ class FakeDriver:
 
 
 class NewerDriver(FakeDriver):
-    """As in CUDA 13.2: the parameters of any node can be read, and there are more kinds."""
+    """CUDA 13.2: the parameters of any node can be read, and there are more kinds."""
 
     cuGraphNodeGetParams = getter(CONDITIONAL)
 

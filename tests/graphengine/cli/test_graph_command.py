@@ -304,7 +304,7 @@ class FakeKey(NamedTuple):
 
 
 class FakeEngine:
-    """As much of an engine as is dumped."""
+    """The part of an engine that is dumped."""
 
     memory = SimpleNamespace(device=torch.device("cuda", 0))
     numerics_id = "0123456789ab"

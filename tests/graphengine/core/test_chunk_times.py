@@ -112,7 +112,7 @@ def test_a_measurement_leaves_nothing_behind(
 
 
 def test_every_graph_that_may_feed_a_chunk_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a bucket the slowest counts. The graph that only notes tokens feeds none."""
+    """The slowest chunk of a bucket counts. The graph that only notes tokens feeds none."""
     ran: dict[str, set[tuple[int, int]]] = {}
 
     def took(timer: ChunkTimer, graph: Any, start: int, count: int) -> float:

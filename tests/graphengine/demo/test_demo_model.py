@@ -100,7 +100,7 @@ def test_logits_and_greedy_tokens_are_transformers(
 
 
 def test_a_batch_of_heldout_prompts(demo_oracle: Any, device: str) -> None:
-    """As captured, several at once: every bucket, and rows that come and go."""
+    """Several at once in captured graphs: every bucket, and rows that come and go."""
     with Engine.from_pretrained(
         checkpoint_path(), device=device, dtype="float32", max_batch=4, max_seq_len=256
     ) as engine:

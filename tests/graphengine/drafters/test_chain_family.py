@@ -50,7 +50,7 @@ def test_a_single_lane_is_of_fma(options: dict[str, Any], families: tuple[str, s
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    """Of one chunk and of several, greedy and sampled."""
+    """Prompts of one chunk and of several, greedy and sampled."""
     return demo_jobs()[:3]
 
 
@@ -95,7 +95,7 @@ def test_only_the_first_run_is_of_the_family_of_several_lanes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHAINS)
 def test_an_engine_of_one_row_drafts_as_well(name: str) -> None:
-    """As many drafts are right as where all launches are of one family."""
+    """Equally many drafts are right where all launches are of one family."""
     accepted = []
     for family in (None, "dot"):
         options = {"device": "cuda", "max_batch": 1, "row_family": family, **dtype_of(name)}

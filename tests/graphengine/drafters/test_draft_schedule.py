@@ -214,7 +214,7 @@ def test_an_engine_has_both(device: str) -> None:
 
 
 def test_a_caller_s_drafts_past_the_step_s_are_lost(device: str) -> None:
-    """Of four for each of two requests, two are verified."""
+    """Two of four drafts are verified for each of two requests."""
     params = greedy(12, **ENDLESS)
     with open_plain(device=device, max_batch=4) as plain:
         said = [list(result.token_ids) for result in plain.generate([PROMPT, PROMPT], params)]

@@ -30,7 +30,7 @@ VOCAB = toy_family.CONFIG["vocab_size"]
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], list(range(40)), [1, 2, 3, 4, 5] * 5]
 TOKENS = 25
 LENGTHS = extent((1, 2, 5), (1, 2, 3, 4, 5))
-"""Of drafts, each with its own number of states that a slot keeps."""
+"""Kinds of drafts, each with its own number of states that a slot keeps."""
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def chain(tensors: dict[str, Tensor], sequence: list[int], count: int) -> list[i
 
 @pytest.mark.parametrize("target", ["toy", "dense"])
 def test_drafts_are_those_of_the_formula(folder: Path, target: str) -> None:
-    """Of a draft model with a state, after each step, however many were accepted."""
+    """A draft model with a state is checked after each step, however many were accepted."""
     tensors = load_file(folder / "other" / "model.safetensors")
     mode = DraftModel(folder / "other", k=3)
     with open_model(folder / target, speculative=mode, lookahead=0) as engine:
@@ -232,7 +232,7 @@ def one_too_early(state: Tensor, slot: Tensor, position: Tensor) -> Tensor:
 
 
 def the_newest_written(state: Tensor, slot: Tensor, position: Tensor) -> Tensor:
-    """As if what was fed last had been accepted."""
+    """Pretend that what was fed last had been accepted."""
     entries = state.shape[1]
     last = torch.where(position > 9, position + entries - 1, position)
     return torch.where(

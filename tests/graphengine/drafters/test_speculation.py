@@ -366,7 +366,7 @@ def chi_square_bound(freedom: int) -> float:
 
 
 def chi_square(counts: list[int], expected: list[float]) -> tuple[float, float]:
-    """Of pooled bins with at least 5 expected each; the statistic and its bound."""
+    """The statistic and its bound, over pooled bins with at least 5 expected each."""
     pooled: list[tuple[float, float]] = []
     count = weight = 0.0
     for seen, wanted in sorted(zip(counts, expected, strict=True), key=lambda pair: pair[1]):
@@ -380,7 +380,7 @@ def chi_square(counts: list[int], expected: list[float]) -> tuple[float, float]:
 
 
 def leave_out_layers(engine: Engine) -> None:
-    """Those of a constant model add nothing to its embedding; on a CPU they would take minutes."""
+    """A constant model's layers add nothing to its embedding; on a CPU they would take minutes."""
     norm = engine.model.weights.final_norm
 
     def decode(lanes: Any, residual: Residual, *rest: Any, **options: Any) -> Residual:

@@ -217,7 +217,7 @@ def test_drafts_outlast_steps_without_drafts(known: dict[str, tuple[int, ...]]) 
 
 
 def test_drafts_of_the_caller_leave_no_lookahead() -> None:
-    """As the documentation of `lookahead` says."""
+    """The documentation of `lookahead` says so."""
     doc = EngineConfig.__doc__ or ""
     said = doc[doc.index("    lookahead ") : doc.index("    memory_fraction ")]
     for mode in (UserProvided(2), SaveHiddenStates("somewhere")):

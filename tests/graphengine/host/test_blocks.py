@@ -348,7 +348,7 @@ def test_what_is_skipped_is_noted_in_chunks_for_those_who_need_it() -> None:
 
 @pytest.mark.parametrize("processing", [False, True])
 def test_what_is_found_late_is_noted_in_chunks_for_those_who_need_it(processing: bool) -> None:
-    """Of two prompts that are admitted together the second finds what the first has fed since."""
+    """The second of two prompts that are admitted together finds what the first has fed since."""
     world = Sharing(kv_blocks=40, max_seq_len=60)
     prompt = LONG * 3
     first, second = (

@@ -167,7 +167,7 @@ HYBRID_SIZES = {
 def test_states_are_those_of_the_requests_alone(
     hybrids: dict[str, Any], edited: Callable[..., Path], device: str, name: str
 ) -> None:
-    """Of recurrent layers, under drafts, pauses, cancels and slots that are used again."""
+    """States of recurrent layers, under drafts, pauses, cancels and slots that are used again."""
     size = HYBRID_SIZES[device]
     path = edited(hybrids[name].path)
     write_tokenizer(path, 263, eos=1)

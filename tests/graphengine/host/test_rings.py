@@ -178,8 +178,9 @@ def test_a_ring_that_is_begun_again_can_be_gone_back_in() -> None:
 
 @pytest.mark.parametrize(("max_len", "written"), [(40, 14), (13, 12)])
 def test_rejected_drafts_count_as_written(max_len: int, written: int) -> None:
-    """Of a step of 4 tokens after a prompt of 10, one is accepted: positions 10 to 13 were written,
-    but none past the request's end."""
+    """A step of 4 tokens after a prompt of 10 has one accepted: positions 10 to 13 were written,
+    but none past the request's end.
+    """
     scheduler = Scheduler(
         slots=1, kv_blocks=10, swap_blocks=0, block_size=SIZE, max_chunk=16, tokens_per_step=4,
         max_seq_len=40, rings=[WindowRing(5, (0,), 6)],

@@ -1444,7 +1444,7 @@ def _total(counters: Iterable[Counter[str]]) -> Counter[str]:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_pauses_do_not_change_the_tokens(width: int) -> None:
-    """The same requests in a roomy pool and in a tight one."""
+    """Equal requests run in a roomy pool and in a tight one."""
     sizes = {"lookahead": 1, "slots": 4, "swap_blocks": 12, "block_size": 4, "max_chunk": 4}
     lengths = [(5, 11), (3, 13), (9, 7), (2, 14), (7, 9)]
     tokens = []

@@ -129,9 +129,7 @@ def assert_best(model: Any, result: Any) -> None:
 def test_different_adapters_in_one_step(
     checkpoints: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
-    """Of chunks, neighbours, pauses and n-gram drafts none changes a token, with an adapter or
-    without.
-    """
+    """No chunk, neighbour, pause or n-gram draft changes a token, with an adapter or without."""
     base = checkpoints["qwen3-biases"]
     first, one = with_adapter(base, tmp_path / "1", seed=1)
     second, two = with_adapter(base, tmp_path / "2", ATTENTION, seed=2, rank=8)

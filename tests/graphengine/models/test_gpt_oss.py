@@ -343,7 +343,7 @@ def even(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., An
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Any]) -> Any:
-    """The same, and no multiple of the columns that kernels multiply at a time."""
+    """A checkpoint whose widths are no multiple of the columns that kernels multiply at a time."""
     return write_model(
         lambda: _in_blocks(hidden_size=160, intermediate_size=96),
         tmp_path_factory.mktemp("odd") / "model",
@@ -433,8 +433,8 @@ def packed_and_plain(source: Any, folder: Path) -> tuple[Any, dict[str, torch.Te
 def test_mxfp4_experts_on_a_gpu(
     even: Any, odd: Any, tmp_path: Path, eager: Callable[[Engine], Any], shape: str, family: str
 ) -> None:
-    """The same tokens in any company, and of replays; of most prompts the logits are near those of
-    the same weights in bfloat16. Of others a router's choice hangs on a rounding.
+    """Tokens are the same in any company, and in replays. For most prompts the logits are near
+    those of equal weights in bfloat16; for others a router's choice hangs on a rounding.
     """
     source, _ = packed_and_plain({"even": even, "odd": odd}[shape], tmp_path)
     options = small(device="cuda", dtype="bfloat16", max_batch=2, row_family=family, lookahead=0)
@@ -477,7 +477,7 @@ def test_a_budget_counts_mxfp4_experts_in_4_bits(even: Any, tmp_path: Path) -> N
 def test_stacked_experts_are_rounded_while_loading(
     oracles: dict[str, Any], tmp_path: Path, kind: Any
 ) -> None:
-    """As transformers computes with the rounded numbers; the router stays as it is."""
+    """The logits are those of transformers with the rounded numbers; the router stays as it is."""
     source = oracles["long" if kind != "int4" else "short"]
     tensors = {name: each.clone() for name, each in Checkpoint.open(source.path).mapped().items()}
     for name, tensor in tensors.items():

@@ -241,7 +241,7 @@ def test_prompts_go_on_from_those_of_others(
 
 @pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen-next-experts", "lfm2"])
 def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str) -> None:
-    """Those of repeated prompts, of which some are right, and of another model."""
+    """Drafts of repeated prompts, some of which are right, and drafts of another model."""
     oracle = hybrids[name]
     prompts = [prompt * 3 for prompt in oracle.prompts((5, 11, 14))]
     plain = {"device": device, "row_family": "dot"}
@@ -312,7 +312,7 @@ def test_log_probabilities_of_prompts(hybrids: dict[str, Any], device: str, name
 def test_a_window_that_is_not_taken_back_is_found(
     hybrids: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if one more token, such as a refused draft, were in a convolution's window."""
+    """Pretend that one more token, such as a refused draft, were in a convolution's window."""
     oracle, options = hybrids["lfm2"], {"device": "cpu", "row_family": "dot"}
     (prompt,) = oracle.prompts((14,))
     with open_engine(oracle.path, **options) as engine:
@@ -752,7 +752,9 @@ def test_experts_in_one_tensor(
     firsts: tuple[str, ...],
     stacked: str,
 ) -> None:
-    """As Qwen3.5 is published; they are the weights that the others have one expert at a time."""
+    """Qwen3.5 is published with experts in one tensor; they are the weights that the others have
+    one expert at a time.
+    """
     oracle = hybrids[name]
     (tmp_path / "config.json").write_text((oracle.path / "config.json").read_text())
     tensors = {
@@ -958,7 +960,7 @@ def test_half_precision_replays_what_it_computes_eagerly(
 def test_half_precision_is_near_float32(
     hybrids: dict[str, Any], eager: Callable[[Engine], Any], name: str
 ) -> None:
-    """As near as transformers' own bfloat16, which is up to 0.08 of the largest logit away."""
+    """Transformers' own bfloat16 is as near: up to 0.08 of the largest logit away."""
     oracle = hybrids[name]
     options = {"device": "cuda", "dtype": "bfloat16", "row_family": "dot", "lookahead": 0}
     with open_engine(oracle.path, **options) as engine:

@@ -155,7 +155,9 @@ def test_a_scale_may_be_stored_under_both_names_and_be_small_or_large(tmp_path: 
 
 @pytest.mark.parametrize("speculative", [None, MTP(k=2), "model"], ids=["plain", "eagle", "model"])
 def test_the_largest_of_each_head_becomes_the_largest_of_e4m3(speculative: object) -> None:
-    """Of a prompt in several chunks, which the engine then prefills; of its drafter's KV, too."""
+    """The prompt has several chunks, which the engine then prefills; its drafter's KV gets scales,
+    too.
+    """
     if speculative == "model":
         speculative = DraftModel(few_layers(), k=1)
     options = {"device": "cpu", "kv_dtype": "fp8", "speculative": speculative}

@@ -40,7 +40,7 @@ def on_all_ranks(folder: Path, work: Callable[[int, ProcessGroup], object]) -> N
 
 
 def lanes_of(rank: int, dtype: torch.dtype, groups: int) -> RoutedLanes:
-    """Of rows that are wider than what is read of them."""
+    """Lanes in rows that are wider than what is read of them."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(LANES, HIDDEN + 2, generator=generator).to(dtype)[:, :HIDDEN]
     return RoutedLanes(

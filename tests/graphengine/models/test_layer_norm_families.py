@@ -52,7 +52,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_gpt_2_with_the_names_that_it_is_published_with(
     dense_checkpoints: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Those of a base model, with masks beside them."""
+    """Tensors have a base model's names, with masks beside them."""
     source = dense_checkpoints["gpt2"].path
     tensors = {
         name.removeprefix("transformer."): tensor

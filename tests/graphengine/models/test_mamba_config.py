@@ -155,7 +155,7 @@ def test_what_experts_of_nemotron_do_not_do_is_an_error(
 
 
 def test_other_spellings() -> None:
-    """Of transformers 5, and of older files."""
+    """Spellings of transformers 5, and of older files."""
     types = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
     listed = {
         **{name: value for name, value in NEMOTRON.items() if name != "hybrid_override_pattern"},

@@ -14,7 +14,9 @@ from launches.tuning_cases import BF16
 
 
 def test_a_plan_is_for_one_way_to_store_a_weight() -> None:
-    """Of the same sizes others have their own, or the heuristic's."""
+    """Weights of equal sizes that are stored in another way have their own plans, or the
+    heuristic's.
+    """
     formats = [None, WeightFormat("int4", 1, 128), WeightFormat("int4", 1, 128, has_zeros=True)]
     tried = [Linear("store", 2048, 1024, weight) for weight in formats]
     measured = [LinearPlan("dot", rows, 128, 1, 3, 4) for rows in (16, 32)]

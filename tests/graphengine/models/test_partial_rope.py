@@ -35,7 +35,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def phi(part: float) -> transformers.PreTrainedModel:
-    """Of one linear for queries, keys and values, as Phi-4-mini with three quarters."""
+    """A model like Phi-4-mini, with RoPE on three quarters, and one linear for queries, keys and
+    values.
+    """
     config = transformers.Phi3Config(**SIZES, bos_token_id=1, partial_rotary_factor=part)
     return transformers.Phi3ForCausalLM(config)
 

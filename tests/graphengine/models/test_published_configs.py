@@ -97,7 +97,7 @@ def _short(name: str) -> str:
 
 
 def _run() -> list[str]:
-    """Of the checkpoints that are accepted, one of each model type; in a long run all of them.
+    """Accepted checkpoints, one of each model type; in a long run all of them.
 
     Of those that are alike once they are shrunk, one is enough.
     """

@@ -331,7 +331,7 @@ def test_two_ranks_compute_what_one_does(config: DecoderConfig, expert_parallel:
     ids=["norms before", "latents", "norms around", "experts"],
 )
 def test_a_stream_may_be_split_by_lanes(config: DecoderConfig, splits: bool) -> None:
-    """Of the fed lanes four are the first rank's, and the last one is the second's."""
+    """Four of the fed lanes are the first rank's, and the last one is the second's."""
     meeting, given = Meeting(), []
 
     def work(rank: int, split: bool, **asked: Any) -> Tensor:

@@ -194,7 +194,7 @@ def python_calls(function: Callable[[], None]) -> list[str]:
 
 
 def test_a_range_without_a_profiler_is_three_calls_that_keep_nothing() -> None:
-    """As this process is, and with ranges that go all the way to a domain nobody listens to.
+    """Ranges of this process, and ranges that go all the way to a domain nobody listens to.
 
     What they take is for a quiet machine to say: `graphengine bench --record` measures it.
     """

@@ -21,7 +21,7 @@ def of_kind(kind: str, found: list[str]) -> list[str]:
 
 
 def test_the_graphs_of_a_plain_engine_in_their_order() -> None:
-    """Of each kind the largest first, and of a size the full graph first."""
+    """Each kind has its largest first, and each size its full graph first."""
     config = EngineConfig(device="cpu", max_batch=4, buckets=(1, 2, 4))
     prefill = ["prefill/32/full", "prefill/32", "prefill/8/full", "prefill/8", "prefill/32/note"]
     decode = [f"decode/{rows}/{sampler}" for rows in (4, 2, 1) for sampler in ("full", "fast")]

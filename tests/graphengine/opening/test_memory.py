@@ -147,7 +147,9 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
 def test_fp8_is_half_the_bytes_of_a_block_and_twice_the_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 16 bits, in memory where neither is all that the slots could use; the swap as well."""
+    """Compared with 16 bits, in memory where neither is all that the slots could use; the swap as
+    well.
+    """
     options = {"dtype": "bfloat16", "max_batch": 4, "speculative": MTP(k=1)}
     held = {
         kind: sizes(planned(kv_dtype=kind, kv_blocks=9, swap_blocks=8, **options))
@@ -303,7 +305,7 @@ def test_larger_token_buckets_are_in_the_budget(mode: Any) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-delta", "tiny-hybrid"])
 def test_what_scans_leave_between_their_kernels_is_in_the_budget(name: str) -> None:
-    """Of a chunk: states of its pieces, one more than whole ones, and what tokens have."""
+    """For a chunk: states of its pieces, one more than whole ones, and what tokens have."""
     model = Subject.of_shape(name).model
     found = []
     for largest in (256, 512):

@@ -100,7 +100,7 @@ def assert_idle(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def oracle(write_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of six experts, with a tokenizer for grammars."""
+    """A model of six experts, with a tokenizer for grammars."""
     path = tmp_path_factory.mktemp("shared")
     found = write_model(qwen3_moe, path, 5)
     write_tokenizer(path, VOCABULARY, eos=7)
@@ -109,7 +109,7 @@ def oracle(write_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def engine(oracle: Any) -> Iterator[Engine]:
-    """Of two ranks, whose pools are too small for their slots; it drafts."""
+    """An engine of two ranks, whose pools are too small for their slots; it drafts."""
     pool = {"max_seq_len": 128, "kv_blocks": 17, "swap_blocks": 400}
     options = {"prompt_logprobs": True, "record_routing": True, "speculative": NGram(k=2)}
     with open_engine(oracle.path, 2, **options, **pool) as engine:
@@ -193,7 +193,7 @@ def test_a_requests_bits_follow_from_itself_alone(engine: Engine, oracle: Any) -
 
 
 def test_chunks_take_the_graphs_of_their_own(engine: Engine, oracle: Any) -> None:
-    """Of a step whose ranks feed different sizes and kinds: each has its launch, by all ranks."""
+    """In a step whose ranks feed different sizes and kinds each has its launch, by all ranks."""
     short, long = oracle.prompts((4, 30))
     before = engine.counters.copy()
     plain = engine.submit(short, greedy(4))

@@ -39,7 +39,7 @@ def on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def oracle(glm_checkpoints: dict[str, Any]) -> Any:
-    """Of ten experts and a shared one, with a first layer without any."""
+    """A model of ten experts and a shared one, with a first layer without any."""
     return glm_checkpoints["glm-norms-biases"]
 
 

@@ -79,7 +79,7 @@ class Group:
         self.aborted += 1
 
     def alltoall_base(self, received: Any, sent: Any, *sizes: list[int]) -> Done:
-        """As if the other rank had sent nothing."""
+        """Pretend that the other rank had sent nothing."""
         assert sizes == ([], []) and received.dtype == sent.dtype == torch.uint8
         received.zero_()
         return Done("exchanged")

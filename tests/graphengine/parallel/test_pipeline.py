@@ -203,7 +203,7 @@ def folder(checkpoints: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    """Of three stages, whose pool is too small for its slots."""
+    """An engine of three stages, whose pool is too small for its slots."""
     with open_engine(folder, 3, max_seq_len=128, kv_blocks=17, swap_blocks=400) as engine:
         yield engine
 

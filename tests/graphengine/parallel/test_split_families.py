@@ -159,7 +159,7 @@ def test_pauses_and_rewinds_change_no_token(
     tmp_path: Path,
     eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
 ) -> None:
-    """Of windows, sinks and experts with biases, whose widths are split."""
+    """Models with windows, sinks and experts with biases, whose widths are split."""
     oracle = write_model(WRITTEN["gpt-oss"], tmp_path, 7)
     pool = {"kv_blocks": 21, "swap_blocks": 80, "window_rings": False}
     with open_engine(oracle.path, 2, **pool) as engine:

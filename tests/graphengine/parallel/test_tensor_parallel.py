@@ -168,7 +168,7 @@ def folder(checkpoints: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    """Of two ranks, whose pool is too small for its slots."""
+    """An engine of two ranks, whose pool is too small for its slots."""
     pool = {"max_seq_len": 128, "kv_blocks": 17, "swap_blocks": 400}
     with open_engine(folder, 2, lookahead=1, prompt_logprobs=True, **pool) as engine:
         yield engine

@@ -61,7 +61,7 @@ OLDER_FILES: dict[str, set[str]] = {}
 
 
 def open_engine(case: str, device: str) -> Engine:
-    """Of a case's shape; of the demo model where the case is none."""
+    """An engine of a case's shape; of the demo model where the case is none."""
     subject = Subject.of_shape(case if case in SHAPES else DEMO)
     options = {"device": device, "dtype": "bfloat16"} | SIZES | ENGINES[case]
     engine, _ = build_engine(subject, options)
@@ -95,7 +95,7 @@ def recorded_keys() -> list[str]:
 
 @pytest.mark.parametrize("case", ENGINES)
 def test_what_a_capture_would_launch_is_on_file(case: str) -> None:
-    """Of decode graphs all there is; of others all but the kernels that are torch's."""
+    """Everything in decode graphs; in others all but the kernels that are torch's."""
     with open_engine(case, "cpu") as engine:
         assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
         found, own = graph_kernels(engine), own_kernels()

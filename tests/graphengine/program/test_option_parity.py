@@ -151,7 +151,7 @@ def test_what_is_granted_to_rounding_swallows_no_fault(
 def test_min_tokens_goes_with_each_option(
     oracles: dict[str, Any], engines: Callable[..., Engine], device: str, name: str
 ) -> None:
-    """As transformers' MinNewTokensLengthLogitsProcessor has it, for EOS and stop ids.
+    """It is what transformers' MinNewTokensLengthLogitsProcessor does, for EOS and stop ids.
 
     It is no part of processed log-probabilities, as `EngineConfig.logprobs_mode` says.
     """

@@ -562,7 +562,9 @@ def test_prompt_logprobs_of_an_engine_with_drafts(device: str, speculative: Spec
 
 
 def test_a_prompt_is_scored_without_a_new_token(device: str) -> None:
-    """As with one new token, but for that token; a session's turn and a stop token alike."""
+    """Scores are those with one new token, but for that token; a session's turn and a stop token
+    alike.
+    """
     with open_plain(device=device, prompt_logprobs=True) as engine:
         prompts = [engine.tokenizer.encode(each) for each in PROMPTS]  # type: ignore[union-attr]
         expected = engine.generate(prompts, ask(1, prompt_logprobs=3))

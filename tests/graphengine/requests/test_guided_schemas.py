@@ -94,7 +94,7 @@ def test_the_schemas_have_every_feature() -> None:
 
 
 def test_validity_is_that_of_jsonschema() -> None:
-    """Of instances of one schema under all the others, and of small changes to them."""
+    """Instances of one schema under all the others, and small changes to them."""
     jsonschema = pytest.importorskip("jsonschema")
     made = schemas(60)
     values = [_instance(schema, schema, random.Random(index)) for index, schema in enumerate(made)]

@@ -490,7 +490,7 @@ def test_spaces_of_a_metaspace_decoder(tmp_path: Path) -> None:
 
 
 def test_text_after_a_text_keeps_its_first_space(tmp_path: Path) -> None:
-    """Of a tokenizer that puts a space before a text, and takes it away again."""
+    """The tokenizer puts a space before a text, and takes it away again."""
     with open_engine(byte_fallback_checkpoint(tmp_path)) as engine:
         tokenizer = engine.tokenizer
         the, quick = map(tokenizer.token_to_id, ("▁the", "▁quick"))

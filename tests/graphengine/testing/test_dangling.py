@@ -79,7 +79,7 @@ def test_an_inner_address_belongs_to_its_block(allocator: Allocator) -> None:
 
 
 def test_addresses_are_found_in_structs(allocator: Allocator) -> None:
-    """As torch hands a kernel the pointers of all its operands."""
+    """Torch hands a kernel the pointers of all its operands in a struct."""
     check = assert_no_dangling_pointers([launch(8, bytes(8) + pointer(512) + pointer(1024))])
     allocator.states[2] = "inactive"
     with pytest.raises(GraphCheckError, match=r"1 of 2 addresses.*parameter 1: 0x7f0000000400"):

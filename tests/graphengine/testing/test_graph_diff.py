@@ -182,7 +182,7 @@ def test_edits_of_repeated_layers_are_the_fewest() -> None:
 
 
 def test_equal_nodes_are_matched_before_like_ones() -> None:
-    """Of four linears with grids of their own the second is gone: the others did not change."""
+    """The second of four linears with grids of their own is gone: the others did not change."""
     old = chain(["linear"] * 4)
     for index in range(4):
         old = with_node(old, index, grid=(index + 1, 1, 1))

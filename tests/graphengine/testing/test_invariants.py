@@ -61,7 +61,7 @@ def test_a_function_names_the_tensors_that_are_in_use_now() -> None:
 
 
 def test_a_new_tensor_does_not_come_to_the_old_address() -> None:
-    """As its memory would be free after the second time, and be given out to the third."""
+    """Its memory would be free after the second time, and be given out to the third."""
     runner = Runner()
     pointers = assert_pointers_stable(lambda: {"x": runner.x})
     for _ in range(8):

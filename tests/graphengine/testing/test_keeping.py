@@ -14,7 +14,7 @@ from graphengine.testing import assert_no_host_nodes, keep_graphs, read_structur
 
 
 class Base:
-    """As torch's C++ class has it."""
+    """Stands for torch's C++ class."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.kept = keep_graph
@@ -22,7 +22,7 @@ class Base:
 
 def of_torch_2_10() -> type[Any]:
     class Graph(Base):
-        """As torch.cuda.CUDAGraph has it."""
+        """Stands for torch.cuda.CUDAGraph."""
 
     return Graph
 

@@ -78,7 +78,7 @@ def test_a_compiled_kernel_tells_where_it_does_not_wait(
 
 
 def test_a_compiled_kernel_is_read_by_its_ptx() -> None:
-    """As a launch of Triton returns it: with the driver's handle once it is loaded."""
+    """A launch of Triton returns it with the driver's handle once it is loaded."""
     kernel = compiled(careful)
     assert read_code(SimpleNamespace(asm=kernel.asm, function=7)) == [
         KernelCode(name="careful", fault=None, function=7)

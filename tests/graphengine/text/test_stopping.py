@@ -78,7 +78,9 @@ def test_an_included_stop_string_holds_nothing_back(engine: Engine) -> None:
 
 
 def test_stop_strings_wait_for_min_tokens(engine: Engine) -> None:
-    """As in vLLM: one that is complete with token `min_tokens` does not count, one later does."""
+    """The rule is vLLM's: one that is complete with token `min_tokens` does not count, one later
+    does.
+    """
     whole = plain(engine)
     stop = whole.segments[4].text
     complete = next(
@@ -96,7 +98,7 @@ def test_stop_strings_wait_for_min_tokens(engine: Engine) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_token_is_a_token_but_no_text(engine: Engine, include: bool) -> None:
-    """As in vLLM, where its text comes with `include_stop_str_in_output` alone."""
+    """The rule is vLLM's, where its text comes with `include_stop_str_in_output` alone."""
     whole = plain(engine)
     index = token_inside(whole)
     stop = whole.token_ids[index]

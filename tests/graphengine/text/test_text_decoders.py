@@ -201,6 +201,6 @@ def test_what_the_librarys_stream_cannot_do() -> None:
 
 
 def test_a_stream_without_tokens_is_empty() -> None:
-    """Of no text at all the library would strip something."""
+    """The library would strip something even of no text at all."""
     for tokenizer in TOKENIZERS.values():
         assert IncrementalDecoder(tokenizer).flush() == ""

@@ -645,7 +645,7 @@ def test_captured_steps_replay_the_eager_bits(place_cache: Callable[..., Any], p
 
 @pytest.mark.skipif(not NATIVE, reason="needs a GPU")
 def test_a_cache_of_more_than_2_to_the_31_elements(place_cache: Callable[..., Any]) -> None:
-    """The same blocks at the far end of a large cache give the same bits."""
+    """Equal blocks at the far end of a large cache give the same bits."""
     problem = Problem(lengths=(300,), kv_heads=8, head_dim=128, block_size=128)
     problem = replace(problem, dtype=torch.bfloat16)
     cached = problem.cached_2SLGD().cuda()

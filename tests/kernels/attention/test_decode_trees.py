@@ -76,7 +76,7 @@ class Case:
         self, qkv_NX: torch.Tensor, slots: list[int], positions: list[int], width: int,
         tree: TreeLanes | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Of padded lanes neither the product is read nor the output written."""
+        """Run it, and check that padded lanes' products are not read, nor their outputs written."""
         padded = torch.tensor(slots) < 0
         qkv_NX = qkv_NX.masked_fill(padded[:, None], torch.nan)
         out = torch.full((len(slots), HEADS * D), SENTINEL, dtype=self.dtype, device=self.device)

@@ -134,7 +134,7 @@ class Case:
     def expected_values(
         self, kv: torch.Tensor, slots: list[int], positions: list[int], values: int = 12
     ) -> torch.Tensor:
-        """The same in float64's place float32, from sums of attention that are not rounded."""
+        """The values in float32 instead of float64, from sums of attention that are not rounded."""
         sums = torch.full((len(slots), self.heads, self.rank), SENTINEL, device=self.device)
         latent_attention_reference(
             self.queries(slots).float(), kv.float(), self.table, self.ints(slots),
@@ -443,7 +443,7 @@ def indices(*shape: int) -> torch.Tensor:
 
 
 def launches() -> dict[str, Op]:
-    """Those of DeepSeek-V2-Lite's decode step, and attention of V3's many heads."""
+    """The launches of DeepSeek-V2-Lite's decode step, and attention of V3's many heads."""
     lanes, rank, entry = 4, 512, 576
     at = (indices(4, 8), indices(lanes), indices(lanes))
     kv, pdl = meta(9, 1, 16, entry), {"pdl": True}

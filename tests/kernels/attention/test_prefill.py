@@ -283,7 +283,7 @@ def test_parts_are_really_put_together(
 def test_a_split_token_does_not_know_how_many_follow(
     kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
 ) -> None:
-    """Of a launch with as many lanes: dead lanes after a chunk are not seen."""
+    """Launches have equally many lanes: dead lanes after a chunk are not seen."""
     for dtype in dtypes:
         problem = Problem(lengths=(600,) if NATIVE else (140,), group=4, dtype=dtype)
         position = problem.lengths[0] - 20

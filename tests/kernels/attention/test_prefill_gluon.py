@@ -44,7 +44,7 @@ hopper = pytest.mark.skipif(
 )
 
 NONE, ALL = range(0), range(10**9)
-"""Of `FEW_PROGRAMS`."""
+"""The other side of `FEW_PROGRAMS`."""
 
 
 # When it is taken.
@@ -58,7 +58,7 @@ def test_a_cpu_keeps_the_triton_kernel() -> None:
 @hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_few_rows_keep_the_triton_kernel(head_dim: int) -> None:
-    """Of 32 query heads and 8 of keys, as llama 8B and 1B have."""
+    """With 32 query heads and 8 of keys, as llama 8B and 1B have."""
     kv = torch.empty(2, 2, 16, 8, head_dim, dtype=torch.bfloat16, device="cuda")
 
     def taken(lanes: int, dtype: torch.dtype = torch.bfloat16, dim: int = head_dim) -> bool:

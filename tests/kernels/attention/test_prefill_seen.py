@@ -43,7 +43,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
 def test_equals_the_definition(
     op: Op, place_cache: Callable[..., Any], window: int, group: int
 ) -> None:
-    """Of a block in the middle of the keys that are seen, of one past them, and a padded one."""
+    """One block is in the middle of the keys that are seen, one past them, and one padded."""
     function, device = op
     heads, head_dim, tokens, lengths = 2, 64, 8, (83, 150)
     draw = torch.Generator().manual_seed(group)

@@ -176,7 +176,7 @@ def test_dot_loads_its_inputs_after_the_wait_and_multiplies_by_mma(kind, M, K, p
 
 
 def float_sums(ttgir: str) -> set[tuple[str, ...]]:
-    """Of each sum of floats over a 2D tile: (sizes, axis, elements, threads, warps it is over).
+    """For each sum of floats over a 2D tile: (sizes, axis, elements, threads, warps it is over).
 
     The order of such a sum is the compiler's: first a thread's elements, then threads, then warps.
     """
@@ -367,7 +367,7 @@ def test_the_racing_kernel_reads_before_its_wait(races):
 
 
 def poisoned_replays(races: bool, replays: int) -> int:
-    """Of `replays` of a slow kernel and a copy of its output, how many copied the poison."""
+    """How many of the `replays` of a slow kernel and a copy of its output copied the poison."""
     N = 1024
     source, middle, target = (torch.ones(N, device="cuda") for _ in range(3))
     options = launch_options(True)

@@ -142,7 +142,9 @@ def grow(inner: int) -> None:
 
 
 def children(depth: int) -> Children:
-    """Of 3 drafts a lane: after lanes of a run of more at depth 1, then after 3 lanes a row."""
+    """Launches for 3 drafts a lane: after lanes of a run of more at depth 1, then after 3 lanes a
+    row.
+    """
     if depth == 1:
         of_run = top_drafts.TopDrafts(ints(N, 3), torch.zeros(N, 3))
         return Children(of_run, lanes(R), None, ints(R))

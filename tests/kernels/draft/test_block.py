@@ -104,7 +104,7 @@ def test_a_block_follows_what_was_verified(twin: Twin, width: int, dtype: torch.
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_drafts_are_those_of_the_last_lanes(twin: Twin, extra: int) -> None:
-    """Of a row of which a part is past the limit, of one with a NaN, and not of a padded one."""
+    """One row has a part past the limit, one has a NaN, and one is padded, which has no drafts."""
     drafts, draw = 3, torch.Generator().manual_seed(extra)
     width = drafts + extra
     slot = torch.tensor([4, 0, -1, 2]).repeat_interleave(width).int()

@@ -198,7 +198,7 @@ def test_both_halves_are_normed(twin: Twin, dtypes, hidden_first, kind, chosen):
 
 @pytest.mark.parametrize("start", ["hidden", "normed"])
 def test_the_stream_starts_with_the_hidden_state(twin: Twin, dtypes, start):
-    """Of float32 rows beside an embedding in half precision, all the way through a step."""
+    """With float32 rows beside an embedding in half precision, all the way through a step."""
     for dtype in dtypes:
         wide = torch.randn(6, HIDDEN + 2, generator=torch.Generator().manual_seed(1))
         hidden = wide.to(twin.device)[:, :HIDDEN]

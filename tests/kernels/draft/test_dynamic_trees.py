@@ -117,7 +117,7 @@ class Growth:
         return TopDrafts(token.to(device), value.to(device)), hidden.to(device)
 
     def children(self, drafts: TopDrafts, depth: int) -> Children:
-        """Those for a launch; in plain Python they are added to `nodes`."""
+        """The children for a launch; in plain Python they are added to `nodes`."""
         first = 0 if depth == 1 else self.T + (depth - 2) * self.T**2
         for row, lanes in enumerate(self.lanes):
             for b, lane in enumerate(lanes):

@@ -58,7 +58,7 @@ class Twin:
         stop_ids: Sequence[int] = (-1, -1),
         min_len: int = 0,
     ) -> SamplingTensors:
-        """The same for every slot; what only other samplers read is poison."""
+        """Parameters that are equal for every slot; what only other samplers read is poison."""
         return SamplingTensors.neutral(slots, device=self.device)._replace(
             temperature=torch.full((slots,), temperature, device=self.device),
             top_k=self.ints([HUGE] * slots),
@@ -98,7 +98,7 @@ class Twin:
         topk: int,
         **params: Any,
     ) -> list[int]:
-        """Of one live row in slot 1 of three: which of its drafts pass."""
+        """Which drafts pass of the one live row, in slot 1 of three."""
         k = len(drafts)
         relaxed = self.accept(
             self.floats(logits),

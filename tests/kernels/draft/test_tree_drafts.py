@@ -290,7 +290,7 @@ def test_operands_that_do_not_fit_are_refused(device: str) -> None:
 
 
 def test_hidden_states_are_found_by_the_path(twin: Twin) -> None:
-    """As without, of hidden states in the order of the path."""
+    """The result is that without a path, of hidden states in the order of the path."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(10, H, generator=draw).to(twin.device)
     source = [0, 3, 4, 5, 7, 5]

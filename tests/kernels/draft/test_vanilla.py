@@ -162,7 +162,7 @@ def one_hot(symbols: Sequence[int], device: str) -> torch.Tensor:
 
 
 class Kernels:
-    """The same by the kernels: what their lanes feed the modules, for several requests at once."""
+    """What the kernels' lanes feed the modules, for several requests at once."""
 
     def __init__(self, twin: Twin, requests: Sequence[Request]) -> None:
         self.twin, self.requests = twin, requests
@@ -282,7 +282,7 @@ class Kernels:
     def _output(
         self, requests: Sequence[Request], number: int, source: torch.Tensor, lanes: int
     ) -> torch.Tensor:
-        """Of a module, NaN but in the last lane of each row."""
+        """A module's output, NaN but in the last lane of each row."""
         symbols = [-1] * lanes
         for request, lane in zip(requests, source.tolist(), strict=True):
             symbols[lane] = request.module_hidden(number)
@@ -404,7 +404,7 @@ def replay(
 @settings(deadline=None, max_examples=extent(4, 10))
 @given(problem=histories())
 def test_caches_are_those_of_pools(twin: Twin, problem):
-    """Of 2K tokens, so that a module's rows reach back to all that it was fed of drafts."""
+    """Pools have 2K tokens, so that a module's rows reach back to all that it was fed of drafts."""
     requests, history = problem
     kernels, pools = replay(twin, requests, history, 2 * requests[0].drafts)
     for request, pool in zip(requests, pools, strict=True):
@@ -691,7 +691,7 @@ def test_a_launch(twin: Twin, problem):
 
 
 def test_drafts_below_position_zero_are_padded(twin: Twin):
-    """Of a prompt of one token the first modules' drafts have no place in the fourth's cache."""
+    """With a prompt of one token the first modules' drafts have no place in the fourth's cache."""
     problem = Problem(number=4, drafts=4, width=2, starts=[0, 1], counts=[1, 2], newest=[5, 6])
     check_launch(twin, problem, torch.float32)
 
@@ -724,7 +724,7 @@ def test_a_row_keeps_its_bits(twin: Twin, dtypes):
 
 
 def arguments() -> dict[str, Any]:
-    """Of module 3 with K = 3, for two rows of two lanes."""
+    """Arguments of module 3 with K = 3, for two rows of two lanes."""
     twin = Twin("cpu", reference=True)
     sizes: Any = {"H": HIDDEN, "dtype": torch.float32, "device": "cpu"}
     lanes = DecodeLanes(*(twin.ints([0, 0, 1, 1]) for _ in range(3)))

@@ -38,7 +38,9 @@ launchers = [
 
 
 class Operands:
-    """Of Qwen3-30B-A3B in bfloat16, without memory; pairs in blocks of `size`, 0: not grouped."""
+    """Operands of Qwen3-30B-A3B in bfloat16, without memory; pairs in blocks of `size`, 0: not
+    grouped.
+    """
 
     def __init__(self, lanes: int, size: int = 0, biased: bool = False, gated: bool = True) -> None:
         def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -128,7 +130,7 @@ def test_decode_multiplies_in_one_order(size):
 
 @pytest.mark.parametrize("family", ["fma", "dot"])
 def test_ups_without_gates_wait_for_the_ids(family):
-    """As gates and ups do, whose products they are."""
+    """They wait as gates and ups do, whose products they are."""
     plan = expert_plan("store", FFN, HIDDEN, torch.bfloat16, family)
     assert plan.family == family
     ptx, names = compile_launch(of_gate_up(Operands(1, gated=False), plan))

@@ -102,7 +102,7 @@ class Case:
 
     @property
     def here(self) -> torch.Tensor:
-        """Of each pair, whether its lane is live and its expert held."""
+        """Whether each pair's lane is live and its expert held."""
         expert = self.routes.expert
         found = (expert >= self.held.start) & (expert < self.held.stop)
         return (found & (self.slot >= 0)[:, None]).flatten()
@@ -263,7 +263,9 @@ def test_compiled_kernels_add_what_is_held(
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 def test_compiled_kernels_wait_and_keep_their_rings() -> None:
-    """As those of one rank: down of single pairs asks early, if the expert is held."""
+    """They are compiled as those of one rank: down of single pairs asks early, if the expert is
+    held.
+    """
     case = Case.random(6, 6, 3, range(2, 4), torch.bfloat16, "cpu")
     for plan, early in ((SMALL, set()), (FMA, {"slot_ptr", "expert_ptr", "weight_ptr"})):
         found: list[Any] = []

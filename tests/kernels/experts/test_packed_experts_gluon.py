@@ -175,7 +175,7 @@ def launch(case: Case, call: Any) -> Any:
 
 
 def swiglu(case: Case, plan: LinearPlan, size: int = 0) -> torch.Tensor:
-    """Of live pairs."""
+    """The SwiGLU of live pairs."""
     out = torch.full_like(case.a, 7.0)
     launch(
         case,
@@ -361,7 +361,7 @@ def test_what_the_kernel_cannot_do_is_an_error(plan, size, message):
 
 
 def test_plans_and_blocks_of_packed_experts():
-    """Of several pairs four times the rows share inputs; blocks are small where pairs are few."""
+    """With several pairs four times the rows share inputs; blocks are small where pairs are few."""
     mxfp4, fp8 = WeightFormat("e2m1", 1, 32), WeightFormat("e4m3", 128, 128)
     plans = {
         (kind.code, family): expert_plan("swiglu", 5760, 2880, BF16, family, kind)
@@ -399,9 +399,7 @@ def test_a_gpu_matches_the_reference_at_the_shape_of_gpt_oss(assert_products_clo
 @pytest.mark.parametrize("dtype, plan", [(BF16, THIN), (FP16, WIDE), (BF16, TALL)], ids=str)
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_gpu_matches_the_reference_in_every_format(assert_products_close, name, dtype, plan):
-    """Of shapes that fill no block, no tile and no ring, with more pairs of an expert than a block
-    has.
-    """
+    """Shapes fill no block, no tile and no ring, with more pairs of an expert than a block has."""
     case = Case(name, dtype, lanes=24, hidden=328, ffn=200, top_k=3, used=5, E=7, device="cuda")
     check(case, plan, (0, 8, 32), assert_products_close)
 

@@ -126,7 +126,7 @@ def test_equal_scores_go_to_the_lower_ids(device, function):
 
 @pytest.mark.parametrize("function", [route, route_reference])
 def test_sigmoids_that_are_all_0_have_weights_of_0(device, function):
-    """As DeepSeek-V3's have: there is no sum to divide by."""
+    """DeepSeek-V3's router has none: there is no sum to divide by."""
     logits = torch.full((2, 16), -200.0, device=device)
     found = run(function, logits, live_slots(2, device=device), ROUTERS["deepseek-v3"])
     assert found.expert.tolist() == [[0, 1, 2, 3]] * 2

@@ -61,7 +61,7 @@ def test_matches_reference(device, dtypes, monkeypatch, K, poison):
 
 
 def test_factors_and_scales_are_rounded_once(device):
-    """Of largest values with any mantissa, next to which codes would differ."""
+    """The largest values have any mantissa, next to which codes would differ."""
     generator = torch.Generator().manual_seed(1)
     x = (1 + torch.rand(2000, 1, generator=generator)).expand(-1, 4) * torch.tensor(
         [1.0, 0.5 + 2**-24, -0.9375, 2**-7]
@@ -76,7 +76,7 @@ def test_factors_and_scales_are_rounded_once(device):
 
 
 def test_a_lane_means_its_values_rounded_to_e4m3(device):
-    """Of a scale by which the largest is 448: 3 bits of mantissa, and 2**-9 of it below 2**-6."""
+    """With a scale by which the largest is 448: 3 bits of mantissa, and 2**-9 of it below 2**-6."""
     x = random_lanes(5, 136).to(device)
     lanes = quantise_lanes(x)
     scale = x.abs().amax(dim=1, keepdim=True) / 448

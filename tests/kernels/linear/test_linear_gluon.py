@@ -214,7 +214,7 @@ def test_pdl_and_overlap_say_when_the_next_launch_starts():
 
 
 def float_sums(ttgir: str) -> set[tuple[str, str]]:
-    """Of each sum of floats over a 2D tile the axis and the layout, which say its order."""
+    """The axis and the layout of each sum of floats over a 2D tile, which say its order."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.MULTILINE))
     reduction = r'"tt\.reduce"(?:(?!tt\.reduce\.return).)*?axis = (\d).*?tt\.reduce\.return.*?'
     found = re.findall(reduction + r"\(tensor<\d+x\d+xf32, (#\w+)>\)", ttgir, re.DOTALL)

@@ -303,7 +303,7 @@ def test_new_residual():
 
 
 def test_the_next_norm_may_be_float32_beside_half_precision(make_linear_case, device, dtypes):
-    """As a norm is that was scaled after it was loaded: it is not rounded to the weight's dtype."""
+    """A norm that was scaled after it was loaded is: it is not rounded to the weight's dtype."""
     case = make_linear_case(3, 40, 64, dtypes[-1], device=device, padded=(1,))
     case = replace(case, next_norm=case.next_norm.float() / 3)
     plan = DOT

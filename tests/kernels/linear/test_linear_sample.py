@@ -163,7 +163,7 @@ def test_noise_and_stop_ids_are_those_of_the_position_ahead(device, make_linear_
     seed=st.integers(0, 1000),
 )
 def test_a_part_of_the_vocabulary(device, make_linear_case, plan, ids, seed):
-    """As from logits over the whole one, with -inf for the rest of it."""
+    """Tokens are those of logits over the whole one, with -inf for the rest of it."""
     case = make_linear_case(2, len(ids), 40, torch.float32, device=device, seed=seed)
     params = make_params(2, 200, device=device, temperatures=(0.0, 2.0), seed=seed)
     params.stop_ids[:, 0] = min(ids)

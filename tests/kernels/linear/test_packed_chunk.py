@@ -387,7 +387,7 @@ def test_a_gpu_matches_the_reference(assert_products_close, name, dtype, lanes, 
 @gpu
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_gpu_gives_the_same_bits_at_every_number_of_lanes(name):
-    """Of lanes in any order, by the tiles of so many and by others."""
+    """Lanes come in any order, with the tiles for so many and with others."""
     quantised = random_quantised(name, 4096, 1096)
     weight = to_device(pack(quantised), "cuda")
     x = inputs_of(dequantise(quantised), 1024, BF16).cuda()

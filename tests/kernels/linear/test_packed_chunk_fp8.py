@@ -86,7 +86,7 @@ def product_of(
 def expected_of(
     x: torch.Tensor, floats: torch.Tensor, bias: torch.Tensor | None, swiglu: bool
 ) -> torch.Tensor:
-    """Of what the lanes' codes mean, in float64."""
+    """The product of what the lanes' codes mean, in float64."""
     y = lane_values(quantise_lanes(x)).double() @ floats.double().t()
     y = y if bias is None else y + bias.double()
     if swiglu:
@@ -317,7 +317,7 @@ def test_a_gpu_matches_the_reference_in_every_tile(assert_products_close, name, 
 @gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_gives_the_same_bits_at_every_number_of_lanes(name):
-    """Of lanes in any order, by the tiles of so many and by all others."""
+    """Lanes come in any order, with the tiles for so many and with all others."""
     quantised = random_quantised(name, 4096, 1096)
     weight = to_device(pack(quantised), "cuda")
     x = inputs_of(dequantise(quantised), 1024, BF16).cuda()

@@ -204,8 +204,8 @@ def sampling(lanes: int) -> SamplingTensors:
     [("int4", 1, 256, FMA, False), ("e4m3", 5, 256, SPLIT, True), ("int8", 6, 512, DOT, False)],
 )
 def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes, K, plan, part):
-    """Of the whole vocabulary, or of a part with ids of its own; with more tiles than a ring has,
-    too.
+    """It samples from the whole vocabulary, or from a part with ids of its own; with more tiles
+    than a ring has, too.
     """
     case = make_linear_case(lanes, 100, K, BF16, groups=2, padded=(2,) if lanes > 2 else ())
     weight, params = pack(random_quantised(name, 100, K)), sampling(lanes)
@@ -388,8 +388,9 @@ def test_codes_and_scales_are_asked_for_before_the_wait(name, plan, lanes, kind)
 @compiles
 @pytest.mark.parametrize("name, most", [("e4m3", 56), ("int8", 50), ("int4", 78)])
 def test_codes_cost_few_instructions(name, most):
-    """Of a loop over tiles, for the 16 bytes that a thread loads at a time: memory takes about 104
-    issue slots for them (`packed_gluon.py`). In PTX, where constants are instructions too.
+    """Instructions of a loop over tiles, for the 16 bytes that a thread loads at a time: memory
+    takes about 104 issue slots for them (`packed_gluon.py`). In PTX, where constants are
+    instructions too.
     """
     plan = LinearPlan("fma", block_m=16, block_k=512, stages=2)
     ptx = compiled(name, plan).asm["ptx"]

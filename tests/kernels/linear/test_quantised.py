@@ -22,7 +22,7 @@ E2M1_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 def meaning(kind: CodeKind, code: int) -> float:
-    """Of one code, from bits; a NaN for e4m3's two."""
+    """The value of one code, from bits; a NaN for e4m3's two."""
     if kind == "int8":
         return code - 256 if code >= 128 else code
     if kind == "int4":
@@ -38,7 +38,7 @@ def meaning(kind: CodeKind, code: int) -> float:
 
 @st.composite
 def weights(draw: st.DrawFn) -> QuantisedWeight:
-    """Of any format, its last groups cut off at any place."""
+    """Weights of any format, whose last groups are cut off at any place."""
     code = draw(st.sampled_from([*CODES]))
     rows, columns = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([0, 2, 5]))
     kind = WeightFormat(code, rows, columns, code.startswith("int") and draw(st.booleans()))

@@ -635,7 +635,7 @@ def test_wrong_tensors_are_refused(name: str, value: torch.Tensor, message: str)
 
 
 def test_tables_may_be_empty(twin: Twin):
-    """Of an engine that takes no biases and no bad words."""
+    """The tables of an engine that takes no biases and no bad words."""
     slot = Slot(prompt=[1], repetition=2.0, bias={}, bad_words=[])
     logits = np.array([[1.0, 2.0, -3.0]], np.float32)
     actual, _ = twin.run(logits, [(0, [])], [slot], 0, biases=0, words=0, length=1)

@@ -268,7 +268,7 @@ def test_only_what_is_wanted_is_written(twin: Twin):
 
 
 def read(items: Sequence[int], tag: int, count: int, n: int, top: int) -> list[Any]:
-    """Of each token (log-probability, rank, ids, log-probabilities), as the host reads them."""
+    """Each token's (log-probability, rank, ids, log-probabilities), as the host reads them."""
     tokens = []
     for j in range(count):
         mine = items[j * logprob_items(top) :][: 2 + 2 * n]

@@ -114,7 +114,7 @@ def test_a_node_is_as_a_chain_of_its_path(twin: tuple[Op, str], shape: Shape, se
 
 
 def test_log_probabilities_of_a_path(device: str) -> None:
-    """Those of lanes that have their logits elsewhere are as of logits that lie in order."""
+    """Lanes that have their logits elsewhere get the values of logits that lie in order."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(9, V, generator=generator).to(device)
 

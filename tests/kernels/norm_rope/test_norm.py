@@ -147,7 +147,7 @@ def test_rounds_once_with_a_float32_weight(device):
 
 
 def test_rounds_before_the_weight(device):
-    """As Llama does; a single rounding after the weight gives other bits."""
+    """Llama does so; a single rounding after the weight gives other bits."""
     x, weight = random_rows(64, 128, torch.float16, device)
     slot = live_slots(64, device=device)
     actual = rms_norm(x, weight, slot, eps=EPS, out_dtype=torch.float16)

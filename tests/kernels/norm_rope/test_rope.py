@@ -314,7 +314,7 @@ def append(
 
 
 def transformers_append(problem: Problem) -> Appended:
-    """The same by transformers' Qwen3 norm and rotation, in float64 after the norm."""
+    """What transformers' Qwen3 norm and rotation append, in float64 after the norm."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -466,7 +466,7 @@ def test_values_pass_unrotated(op: Op) -> None:
 
 
 def test_keys_and_values_alone(op: Op) -> None:
-    """Of lanes without queries: the bits are those of lanes with some."""
+    """Lanes without queries have the bits of lanes with some."""
     function, device = op
     cos, sin = rope_tables(RopeConfig(), head_dim=64, max_positions=16, device=device)
     draw = torch.Generator().manual_seed(0)

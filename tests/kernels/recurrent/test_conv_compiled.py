@@ -27,7 +27,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def launch_of(lanes: int, **options: int):
-    """Of a prompt's chunk without `options`, else of rows of a short convolution."""
+    """The launch of a prompt's chunk without `options`, else of rows of a short convolution."""
     lane = new(lanes, dtype=torch.int32)
     weights = (
         new(CHANNELS, TAPS),

@@ -188,7 +188,7 @@ def test_a_chunk_s_bits_follow_from_absolute_pieces(device):
 
 
 def test_keys_that_repeat_do_not_add_up_errors(device):
-    """As in a text that repeats a token: below the diagonal all numbers are near 1."""
+    """In a text that repeats a token, below the diagonal all numbers are near 1."""
     sizes = sizes_of(1, 2, 20, 12, 3)
     layer = Layer(sizes, 130, torch.float32, device)
     heads = sizes.value_heads

@@ -32,7 +32,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def launches_of(lanes: int, *, width: int = 0) -> dict[str, Op]:
-    """Of rows of so many tokens in decode, or of a chunk where `width` is 0."""
+    """Launches of rows of so many tokens in decode, or of a chunk where `width` is 0."""
     lane = new(lanes, dtype=torch.int32)
     heads = SIZES.value_heads
     params = GatedDeltaParams(

@@ -474,7 +474,7 @@ def new(*shape, dtype=torch.bfloat16):
 
 
 def launch_of(call, state_size=128):
-    """Of Nemotron-H's sizes, of a larger state, or with one group as Granite 4 H has."""
+    """The launch for Nemotron-H's sizes, for a larger state, or with Granite 4 H's one group."""
     groups = 1 if call is mamba2_decode_gated else 8
     sizes = Mamba2Sizes(heads=128, head_dim=64, groups=groups, state_size=state_size, width=4)
     lanes = 256

@@ -399,7 +399,7 @@ def test_a_flat_row_is_cut_by_id(twin: Twin):
 
 
 def test_top_p_0_keeps_the_best_alone(twin: Twin):
-    """As greedy would, also of equal logits; and beside other filters."""
+    """Greedy would keep it too, also with equal logits; and beside other filters."""
     generator = torch.Generator().manual_seed(7)
     rows = torch.randn(4, 5000, generator=generator)
     rows[1, [7, 3000, 4999]] = 9.0
@@ -773,7 +773,7 @@ def test_frequencies_of_huge_logits(
 
 
 def test_the_floor_of_min_p_is_not_rounded_down(twin: Twin):
-    """Of the likeliest the others, 8 below, have a share of e^-8 each; e^-5 is rounded to that."""
+    """The others, 8 below the likeliest, have a share of e^-8 each; e^-5 is rounded to that."""
     above, below = torch.full((6, 2000), 1e8 - 8), torch.full((6, 2000), -1e8 - 8)
     for rows, largest in ((above, 1e8), (below, -1e8)):
         rows[:, 7] = largest

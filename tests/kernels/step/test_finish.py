@@ -50,7 +50,7 @@ def twin(request: pytest.FixtureRequest) -> Twin:
 
 
 def _record(tag: int, token: int | None, epoch: int, flags: int) -> Record:
-    """Of a row of one token, None for a padded one."""
+    """The record of a row of one token, None for a padded one."""
     if token is None:
         return Record(tag, (), 0, 0)
     return Record(tag, (token,) * (flags & EMITTED), epoch, flags)

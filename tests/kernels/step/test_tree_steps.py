@@ -285,7 +285,7 @@ def test_one_row(twin: Twin, case: str) -> None:
 @given(shape=shapes(), data=st.data())
 @SETTINGS
 def test_matches_a_walk_in_plain_python(twin: Twin, shape: Shape, data: st.DataObject) -> None:
-    """Of few tokens, so that walks are long; forced ones take the first path."""
+    """Few tokens make walks long; forced ones take the first path."""
     count = shape.width - 1
     token = st.sampled_from([0, 0, 1, 2])
     fed = st.lists(st.one_of(*[token] * 8, st.none()), min_size=count, max_size=count)

@@ -382,7 +382,7 @@ def test_step_bytes_count_recurrent_states() -> None:
 
 
 def test_step_bytes_count_the_experts_that_are_read() -> None:
-    """Of 128 experts in 48 layers, each 3 matrices of 2,048 x 768."""
+    """The shape has 128 experts in 48 layers, each 3 matrices of 2,048 x 768."""
     model = model_shape("qwen3-30b-a3b")
     every, eight, five = (weight_bytes(model, BF16, experts=n) for n in (None, 8, 5.5))
     expert = 3 * 2048 * 768 * 2

@@ -138,7 +138,7 @@ def test_a_context_of_less_than_a_block_is_fed_as_a_whole(drafting: Engine) -> N
 
 
 def test_rows_of_recurrent_layers_begin_with_their_states() -> None:
-    """The same in every run; a prefill would leave none there."""
+    """States are equal in every run; a prefill would leave none there."""
     subject = Subject.of_shape("tiny-delta")
     contexts = Contexts(lengths=(60,), limit=96)
     contexts.check([BEHIND], subject)

@@ -83,7 +83,7 @@ def test_first_tokens_that_differ_from_the_eager_steps_are_refused(tiny: Engine)
 def test_a_first_token_that_differs_is_refused(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are timed are held against the eager step's, too."""
+    """First tokens that are timed are compared with the eager step's, too."""
     generate = tiny.generate
 
     def otherwise(prompts: Any, params: Any) -> Any:
@@ -365,7 +365,7 @@ class Script:
 def test_the_longest_gap_of_an_admission_is_found(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the runs after the warm-up; no gap counts that lies before or after it."""
+    """Only runs after the warm-up are read; no gap counts that lies before or after it."""
     # Graphs, eager steps, warm-up; then two runs.
     Script(tiny, monkeypatch, [0.9, 0.9, 0.9, 10e-3, 20e-3])
     work = tiny_work(live=1, new_tokens=4)
@@ -438,7 +438,7 @@ def test_the_kernels_of_a_sampler_are_those_of_its_graph(sampler: str) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_an_engine_serves_on_after_replays_that_it_did_not_plan(lookahead: int) -> None:
-    """As many tokens of KV as are said are on the device, and each replay adds one a row."""
+    """The device holds as many tokens of KV as are said, and each replay adds one a row."""
     work = tiny_work(live=2)
     engine, _ = build_engine(Subject.of_shape("tiny"), CPU | {"lookahead": lookahead})
     with engine:

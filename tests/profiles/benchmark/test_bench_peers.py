@@ -129,7 +129,7 @@ def test_a_peer_that_is_not_installed_is_an_error_at_once(
 def test_a_peer_that_its_own_process_cannot_import_says_so(
     vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where only this process has been told where to look."""
+    """Only this process has been told where to look."""
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(RuntimeError, match=r"(?s)peer vllm failed .*cannot be imported here"):
         peers.run_peer("vllm", Subject.of_shape("tiny"), batches=[1], **SIZES)

@@ -114,7 +114,7 @@ def test_an_engine_of_a_shape_drafts() -> None:
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-delta", "tiny-moe"])
 def test_a_shape_may_have_an_eagle3_head(shape: str) -> None:
-    """Of the shape's sizes, with a draft vocabulary of its own."""
+    """The head has the shape's sizes, and a draft vocabulary of its own."""
     options = CPU | {"speculative": Eagle3("random", 2)}
     engine, _ = build_engine(Subject.of_shape(shape), options, random_vocab=32)
     with engine:
@@ -129,7 +129,7 @@ def test_a_shape_may_have_an_eagle3_head(shape: str) -> None:
 @pytest.mark.parametrize("shape", ["tiny", "tiny-delta", "tiny-moe"])
 @pytest.mark.parametrize("kind", ["random", "random-dspark"])
 def test_a_shape_may_have_a_block_drafter(shape: str, kind: str) -> None:
-    """Of the shape's sizes, with layers and a head as they are published."""
+    """The drafter has the shape's sizes, with layers and a head as they are published."""
     options = CPU | {"speculative": DFlash(kind, 3)}
     engine, _ = build_engine(Subject.of_shape(shape), options)
     with engine:
@@ -155,7 +155,7 @@ def test_a_shape_may_draft_trees(mode: MTP | Eagle3) -> None:
 
 
 def test_a_published_drafter_s_layers() -> None:
-    """Those of z-lab/Qwen3-8B-DFlash-b16 and of deepseek-ai/dspark_qwen3_8b_block7."""
+    """Layers of z-lab/Qwen3-8B-DFlash-b16 and of deepseek-ai/dspark_qwen3_8b_block7."""
     model = Subject.of_shape("llama-8b").model
     layer = composed(model).layers[:1]
     assert usual_layers(replace(composed(model), layers=layer * 36)) == (1, 9, 17, 25, 33)

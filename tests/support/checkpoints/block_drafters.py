@@ -55,7 +55,7 @@ class BlockShape:
 
 
 def block_tensors(shape: BlockShape, embedding: Tensor, lm_head: Tensor, seed: int = 3) -> Tensors:
-    """Of random weights: what it drafts follows from all that it reads."""
+    """Random weights: what the drafter drafts follows from all that it reads."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*size: int, scale: float = 0.15) -> Tensor:
@@ -93,8 +93,8 @@ def block_tensors(shape: BlockShape, embedding: Tensor, lm_head: Tensor, seed: i
 
 
 def agreeing_tensors(shape: BlockShape, embedding: Tensor, lm_head: Tensor) -> Tensors:
-    """Of a drafter that agrees with a target whose next token follows mostly from the last one, for
-    a token or, with a sequential head, for more.
+    """Weights of a drafter that agrees with a target whose next token follows mostly from the last
+    one, for a token or, with a sequential head, for more.
 
     Each lane makes of its block what the newest token's embedding is: masks are zeros, and little
     is left of what was verified.
@@ -126,7 +126,7 @@ def agreeing_tensors(shape: BlockShape, embedding: Tensor, lm_head: Tensor) -> T
 
 
 def block_config(shape: BlockShape, embedding: Tensor, layers: int) -> dict[str, Any]:
-    """As the checkpoints are published beside a target of so many layers."""
+    """The config that checkpoints have that are published beside a target of so many layers."""
     tokens, hidden = embedding.shape
     kinds = ["sliding_attention" if window else "full_attention" for window in shape.windows]
     config = {

@@ -22,7 +22,7 @@ Stored = dict[str, Tensor]
 
 
 def weight_args(given: dict[str, Any]) -> QuantizationArgs:
-    """Of 8 bits and integers, where nothing else is given."""
+    """Arguments of weights in 8 bits and integers, where nothing else is given."""
     return QuantizationArgs(**{"num_bits": 8, "type": "int", **given})
 
 

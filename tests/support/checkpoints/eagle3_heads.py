@@ -95,7 +95,7 @@ def head_tensors(shape: Shape, embedding: Tensor, lm_head: Tensor) -> Tensors:
 
 
 def head_config(shape: Shape, embedding: Tensor) -> dict[str, Any]:
-    """As SafeAILab and SpecForge write it."""
+    """The config as SafeAILab and SpecForge write it."""
     tokens, width = embedding.shape
     hidden = shape.narrower or width
     heads = -(-hidden // HEAD_DIM)
@@ -132,7 +132,7 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def as_speculators(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The same head as vLLM's speculators write it."""
+    """The head as vLLM's speculators write it."""
     of_layer = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                 "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
                 "rope_theta", "max_position_embeddings", "model_type"}  # fmt: skip
@@ -190,7 +190,7 @@ class Head:
         return g + self.tensors["fc.bias"] if self.shape.bias else g
 
     def run(self, token: int, g: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Of the row at `position`: what lm_head reads, and what the next row is fed as g."""
+        """Run the row at `position`: what lm_head reads, and what the next row is fed as g."""
         embedding = self.tensors.get("embed_tokens.weight", self.embedding)[token]
         normed = rms(g, self[f"{PREFIX}hidden_norm"])
         fed = torch.cat([rms(embedding, self[f"{PREFIX}input_layernorm"]), normed])

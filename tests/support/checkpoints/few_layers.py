@@ -17,9 +17,11 @@ from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_hea
 from graphengine.demo import checkpoint_path
 
 LAYERS = (0, 1, 6)
-"""Of the demo. With the last one its text repeats itself less than with the first three alone."""
+"""Layers of the demo. With the last one its text repeats itself less than with the first three
+alone.
+"""
 HEAD_LAYERS = (0, 2)
-"""Of these, those whose streams the head of `eagle3_head` reads."""
+"""The layers among these whose streams the head of `eagle3_head` reads."""
 
 
 @functools.cache

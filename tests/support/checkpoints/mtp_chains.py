@@ -33,7 +33,7 @@ HAS_CHAINS = hasattr(MtpModel, "forward_layer")
 
 VOCAB, HIDDEN, LAYERS = 97, 72, 2
 TOLERANCE = 1e-4
-"""Of logits that are the best or as good, relative to the largest."""
+"""Tolerance of logits that are the best or as good, relative to the largest."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 56,

@@ -40,7 +40,7 @@ def meaning(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Ten
 
 
 def awq_tensors(linear: str, codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """As the gemm layout has them: all transposed, and packed along the rows of the weight."""
+    """Tensors of the gemm layout: all transposed, and packed along the rows of the weight."""
     return {
         f"{linear}.qweight": packed_words(codes.T, 4, AWQ_ORDER),
         f"{linear}.qzeros": packed_words(zeros.T, 4, AWQ_ORDER),
@@ -58,7 +58,7 @@ def gptq_tensors(
     *,
     less_one: bool,
 ) -> dict[str, Tensor]:
-    """As GPTQ has them: all transposed, codes packed along columns, zero points along rows.
+    """Tensors of GPTQ: all transposed, codes packed along columns, zero points along rows.
 
     less_one  whether stored zero points are one less than they are, as in the first version
     """

@@ -128,7 +128,7 @@ def _shrunk_gpt(config: Config) -> Config:
 
 
 def _layers(text: Config) -> int:
-    """As many layers as it takes to have one of each kind, and at least two."""
+    """The number of layers that it takes to have one of each kind, and at least two."""
     intervals = [text[name] for name in _INTERVALS if isinstance(text.get(name), int)]
     kinds = [text[name] for name in _KINDS if text.get(name)]
     depths = [max(each.index(kind) for kind in each) + 1 for each in kinds]

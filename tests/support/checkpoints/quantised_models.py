@@ -156,14 +156,14 @@ def gptq_kind(
 
 
 def input_seed(linear: str) -> torch.Generator:
-    """The same for linears of one input, whose columns are rounded in one order."""
+    """A seed that is equal for linears of one input, whose columns are rounded in one order."""
     block, _, name = linear.rpartition(".")
     first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
     return torch.Generator().manual_seed(sum(map(ord, f"{block}{first}")))
 
 
 def mxfp4_kind() -> Kind:
-    """As gpt-oss names its tensors."""
+    """The kind whose tensors are named as gpt-oss names them."""
 
     def store(linear: str, M: int, K: int) -> Stored:
         blocks = torch.randint(0, 256, (M, K // 32, 16), dtype=torch.uint8)
@@ -444,7 +444,7 @@ def write_model(
 
 
 def _store_experts(name: str, module: Any, kind: Kind, tensors: Tensors) -> Tensors:
-    """Those of each expert of a module that has all of them in two tensors, which are removed."""
+    """Store each expert of a module that has all of them in two tensors, which are removed."""
     found: Tensors = {}
     places = {"gate_proj": module.gate_up_proj, "up_proj": module.gate_up_proj}
     ffn = module.down_proj.shape[2]

@@ -87,7 +87,7 @@ class Expected(NamedTuple):
     processed: Table
     """Log-probabilities of the processed logits."""
     choice: Table
-    """Of the logits that it generates from: no stop ids before `min_tokens`."""
+    """What is expected of the logits that it generates from: no stop ids before `min_tokens`."""
 
 
 @torch.no_grad()

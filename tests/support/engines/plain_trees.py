@@ -16,8 +16,9 @@ from graphengine.kernels.core.philox import gumbel, philox_uint32
 from graphengine.options.draft_trees import StaticTree, Tree
 
 Run = Callable[[int, Any, int], tuple[Tensor, Any]]
-"""Of a module: from a token, the hidden state before it and its position to logits [V], -inf for
-what is not drafted, and the next hidden state."""
+"""A module's run: from a token, the hidden state before it and its position to logits [V], -inf for
+what is not drafted, and the next hidden state.
+"""
 
 
 class Root(NamedTuple):
@@ -27,7 +28,7 @@ class Root(NamedTuple):
     logits: Tensor
     hidden: Any
     position: int
-    """That of the first node's run."""
+    """The state of the first node's run."""
 
     def after(self, path: list[int]) -> Tensor:
         """Logits after these drafts."""
@@ -44,7 +45,9 @@ class Node(NamedTuple):
 
 
 def log_probabilities(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
-    """Of a draft that is drawn for this position; of what the request's noise leaves."""
+    """Log-probabilities of a draft that is drawn for this position, of what the request's noise
+    leaves.
+    """
     if params.temperature:
         assert params.seed is not None
         noise = gumbel(philox_uint32(params.seed, position, torch.arange(len(logits)).numpy()))

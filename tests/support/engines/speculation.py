@@ -27,9 +27,9 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
-"""Of drafts: three tokens, and what may follow the better ones."""
+"""A tree of drafts: three tokens, and what may follow the better ones."""
 BEST = DynamicTree(nodes=9, top_k=3, depth=4)
-"""Of drafts: as large and as deep, wherever they are most probable."""
+"""A tree of drafts that is as large and as deep, wherever they are most probable."""
 
 
 def outcome(request: Request | Result) -> Outcome:
@@ -240,7 +240,7 @@ DRAFTING = {
 
 
 def dtype_of(name: str) -> dict[str, Any]:
-    """Of an engine with `DRAFTING[name]` of which some drafts are to be right. Those of random
-    weights guess the text that the demo says in float32, and never the one in bfloat16.
+    """The dtype of an engine with `DRAFTING[name]` of which some drafts are to be right. Drafts of
+    random weights guess the text that the demo says in float32, and never the one in bfloat16.
     """
     return {"dtype": "float32"} if name in ("eagle3", "dflash") else {}

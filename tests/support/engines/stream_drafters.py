@@ -207,7 +207,7 @@ def check_tokens(pair: Pair[Any], jobs: Sequence[Job], device: str, *, least: fl
 
 
 def check_one_row(pair: Pair[Any], one_draft: Speculative, prompts: list[list[int]]) -> None:
-    """Of the family `fma`, which a row with a draft is."""
+    """One row with a draft is of the family `fma`."""
     options, tokens = SMALL | {"max_batch": 1, "device": "cpu", "row_family": "fma"}, []
     for mode in (None, one_draft):
         with open_engine(pair.path, **options, speculative=mode) as engine:

@@ -77,7 +77,7 @@ class Problem:
         return sinks if self.sunk else None
 
     def options(self, device: str) -> dict[str, Any]:
-        """Those of the kernel that are not at their defaults."""
+        """Options of the kernel that are not at their defaults."""
         options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
         options = {name: value for name, value in options.items() if value}
         for name, tensor in (("kv_scales", self.kv_scales()), ("sinks", self.sinks())):

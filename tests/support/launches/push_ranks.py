@@ -143,7 +143,7 @@ class _Step:
         self._push_products(parts[:, :, :_COLUMNS].contiguous())
 
     def _push_candidates(self, parts: torch.Tensor) -> None:
-        """Of tiles without noise, whose largest is the best."""
+        """Push candidates of tiles without noise, whose largest is the best."""
         best = parts[:, :, :_COLUMNS].float().contiguous().view(torch.int32).long() << 32
         health = torch.ones_like(best, dtype=torch.int32)
         found, of_ranks = push_candidates(self.peers, best[self.rank], health[self.rank], pdl=True)
@@ -172,7 +172,7 @@ class _Step:
         self.wrong[11] += (found[own] != expected[own]).sum()
 
     def _push_products(self, x_RNK: torch.Tensor) -> None:
-        """Of inputs of all ranks, each with a weight of its own."""
+        """Push products of inputs of all ranks, each with a weight of its own."""
         options = {"plan": self.plan, "launch": self.launch}
         y = None
         for x, weight in zip(x_RNK, self.weights, strict=True):
@@ -185,7 +185,9 @@ class _Step:
         self.wrong[7] += (found.x != self.base[0] + y).sum()
 
     def _push_own(self, parts: torch.Tensor) -> None:
-        """Of ranks with lanes of their own: here the lanes of a rank are those of all, plus it."""
+        """Push parts of ranks with lanes of their own: here the lanes of a rank are those of all,
+        plus it.
+        """
         ranks, lanes, _ = parts.shape
         mine = parts[self.rank]
         own = torch.stack([mine + rank for rank in range(ranks)])

@@ -43,7 +43,7 @@ class World:
         self._push(self.items, rank, part, row)
 
     def store_own(self, rank: int, parts: torch.Tensor, row: int) -> None:
-        """The same of parts for each rank."""
+        """Store the parts for each rank."""
         for items, part in zip(self.items, parts, strict=True):
             self._push([items], rank, part, row)
 

@@ -26,7 +26,9 @@ SIGNED = ("int4 in small groups",)
 
 
 def random_quantised(name: str, M: int, K: int, *, seed: int = 0) -> QuantisedWeight:
-    """Of one of `FORMATS`; every code but NaN occurs, and the whole of NVFP4 is not 1."""
+    """A random weight of one of `FORMATS`; every code but NaN occurs, and the whole of NVFP4 is not
+    1.
+    """
     kind, dtype = FORMATS[name]
     random = torch.Generator().manual_seed(seed)
 

@@ -18,8 +18,8 @@ EPS = 1e-5
 
 
 class SplitChunk:
-    """The same on all ranks that give it the same numbers; some of its lanes are padded, and hold
-    NaN.
+    """A chunk that is equal on all ranks that give it equal numbers; some of its lanes are padded,
+    and hold NaN.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SplitChunk:
         return stream, normed
 
     def split(self, peers: Peers, memory: FlaggedMemory) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as `add_parts_rms_norm` leaves it at this rank."""
+        """The stream as `add_parts_rms_norm` leaves it at this rank."""
         stream = self.stream.clone()
         normed = add_parts_rms_norm(
             peers,

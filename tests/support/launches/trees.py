@@ -39,7 +39,9 @@ class Shape:
         return max(self.depths)
 
     def lanes(self, rows: int, device: str, nodes: Sequence[int] | None = None) -> TreeLanes:
-        """Of `rows` rows of these nodes, all of them by default; poisoned where nothing is read."""
+        """Lanes of `rows` rows of these nodes, all of them by default; poisoned where nothing is
+        read.
+        """
         nodes = range(self.width) if nodes is None else nodes
         ancestors = torch.full((len(nodes), self.most), POISON, dtype=torch.int32)
         for lane, node in enumerate(nodes):

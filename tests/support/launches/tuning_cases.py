@@ -51,7 +51,7 @@ DENSE = ("down", "gate_up", "qkv", "output", "lm_head")
 
 
 def keys() -> st.SearchStrategy[TuningKey]:
-    """Of linears of all kinds, and of experts."""
+    """Keys of linears of all kinds, and of experts."""
     return _keys(st.sampled_from(KINDS), st.just(False)) | _keys(
         st.sampled_from(("swiglu", "residual")), st.just(True)
     )

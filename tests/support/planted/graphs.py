@@ -27,21 +27,21 @@ def chain(names: Sequence[str] = STEP) -> GraphStructure:
 
 
 def with_node(structure: GraphStructure, index: int, **changes: Any) -> GraphStructure:
-    """The same but for some properties of one node."""
+    """A copy with other properties of one node."""
     nodes = list(structure.nodes)
     nodes[index] = replace(nodes[index], **changes)
     return replace(structure, nodes=tuple(nodes))
 
 
 def with_full_edge(structure: GraphStructure, place: int) -> GraphStructure:
-    """The same, but one edge has lost its programmatic dependent launch."""
+    """A copy in which one edge has lost its programmatic dependent launch."""
     edges = list(structure.edges)
     edges[place] = replace(edges[place], type="full", from_port=0)
     return replace(structure, edges=tuple(edges))
 
 
 def without_edge(structure: GraphStructure, place: int) -> GraphStructure:
-    """The same with one edge fewer."""
+    """A copy with one edge fewer."""
     edges = structure.edges[:place] + structure.edges[place + 1 :]
     return replace(structure, edges=edges)
 

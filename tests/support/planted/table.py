@@ -95,7 +95,7 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
 
 
 def count(rows: Sequence[Sequence[str]]) -> str:
-    """As in "23 of 24 faults caught, 1 not run"."""
+    """A text such as "23 of 24 faults caught, 1 not run"."""
     numbers = Counter(result for _, _, result in rows)
     text = f"{numbers[CAUGHT]} of {len(rows)} faults caught"
     return text + (f", {numbers[NOT_RUN]} not run" if numbers[NOT_RUN] else "")

@@ -163,7 +163,7 @@ class Follower:
         assert float(logits[draft]) >= float(logits.max()) - near, f"draft {which}"
 
     def check_cache(self, streams: torch.Tensor) -> None:
-        """Of every verified position, in every layer."""
+        """Compare every verified position, in every layer."""
         engine, context = self.engine, self.drafter.context(streams)
         table = engine.runtime.buffers["block_table"][self.request.job.placed.slot]
         position = torch.arange(len(streams))
@@ -177,7 +177,8 @@ class Follower:
 
 
 PARAMS = [greedy(12, **ENDLESS), sampled(9, seed=5), greedy(8, **ENDLESS)]
-"""Of three requests, whose prompts are of several chunks, of one token and of one chunk."""
+"""Parameters of three requests, whose prompts are of several chunks, of one token and of one chunk.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_drafts_are_those_of_a_plain_forward(
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_drafts_go_through_filters(pairs: dict[str, Pair], name: str) -> None:
-    """Those of a sequential head one after the other."""
+    """A sequential head's drafts are filtered one after the other."""
     pair = pairs[name]
     asked = [
         sampled(9, seed=5, top_k=2, logit_bias={7: 3.0}),

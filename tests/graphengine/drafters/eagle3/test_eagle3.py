@@ -317,7 +317,7 @@ def test_a_sibling_that_the_head_sees_is_found(
     entries = reference._path_entries
 
     def with_sibling(tree: Any, lane: int, position: int) -> list[int]:
-        """Of a path in a run of the head, which has no root, the last ancestor is another node."""
+        """In a path of the head's run, which has no root, the last ancestor is another node."""
         path = entries(tree, lane, position)
         if bool((tree.node > 0).all()) and len(path) > 2:
             path[-2] -= 1

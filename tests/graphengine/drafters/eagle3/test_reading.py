@@ -149,7 +149,7 @@ def test_a_drafter_is_made_of_it(tmp_path: Path) -> None:
 
 
 def test_rope_of_several_axes_is_that_of_one_for_text(tmp_path: Path) -> None:
-    """As heads for Qwen's models with a vision tower have it."""
+    """Heads for Qwen's models with a vision tower have several axes."""
     shape = Shape()
     axes = {"mrope_section": [16, 24, 24], "mrope_interleaved": True}
     told = [
@@ -348,7 +348,7 @@ def test_a_shared_head_is_not_reordered(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_format(tmp_path: Path) -> None:
-    """As SafeAILab published its own."""
+    """The format in which SafeAILab published its own heads."""
     folder = write_head(tmp_path, config_of(Shape()), tensors_of(Shape()))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin: only safetensors are read"):

@@ -104,7 +104,7 @@ class Follower:
 
     @torch.no_grad()
     def check(self) -> set[tuple[int, ...]]:
-        """That the tree is the plain one; returns its shape."""
+        """Check that the tree is the plain one; returns its shape."""
         sequence = [*self.request.prompt_token_ids, *self.request.token_ids]
         end, module = len(sequence) - 1, self.module
         hidden = self.target.model(torch.tensor([sequence[:-1]])).last_hidden_state[0]
@@ -151,7 +151,7 @@ def test_trees_are_those_of_a_plain_construction(agreeing: Path, length: int) ->
 def test_a_parent_that_is_off_by_one_is_found(
     monkeypatch: pytest.MonkeyPatch, agreeing: Path, table: str
 ) -> None:
-    """As the host reads it, as the device does, and as both do, in a tree that is one."""
+    """Wrong for the host, for the device and for both, in a tree that is valid."""
     keep = dynamic_growth.keep_best
 
     def spoil(children: Any, rows: Any, found: Any, trees: Any, **options: Any) -> None:
@@ -180,7 +180,7 @@ def test_a_sibling_that_is_seen_is_found(monkeypatch: pytest.MonkeyPatch, agreei
     entries = reference._path_entries
 
     def with_sibling(tree: Any, lane: int, position: int) -> list[int]:
-        """Of a path, the last ancestor replaced by the node before it."""
+        """A path whose last ancestor is replaced by the node before it."""
         path = entries(tree, lane, position)
         if len(path) > 2:
             path[-2] -= 1

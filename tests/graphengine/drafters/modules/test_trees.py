@@ -211,7 +211,7 @@ def test_every_depth_of_who_cannot_be_wrong_is_accepted(
 
 
 def test_second_best_tokens_are_accepted(device: str, agreeing: Path) -> None:
-    """Of modules that are not always right: a wider tree of the same depth gets further."""
+    """Modules are not always right: a wider tree of the same depth gets further."""
     lengths = []
     for paths in ([[0], [0, 0], [1]], [[0], [1], [2], [3], [0, 0], [1, 0], [2, 0], [0, 1]]):
         with open_speculating(MTP(tree=paths), agreeing, **SMALL, device=device) as engine:

@@ -74,7 +74,7 @@ def test_no_token_changes_and_some_drafts_are_taken(
     kind: str,
     style: str,
 ) -> None:
-    """Of all together, of some alone, and of requests that are paused."""
+    """Requests run together, alone, and paused."""
     expected = plain(kind, device)
     mode = {"speculative": MODES[style]}
     with open_engine(chains[kind], device, **mode) as engine:

@@ -56,7 +56,7 @@ from graphengine.models.states import StateTensors, cache_shape
 from graphengine.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4
-"""Of float32 hidden states and logits, relative to the largest of them."""
+"""Tolerance of float32 hidden states and logits, relative to the largest."""
 
 MAX_SEQ_LEN, BLOCK, SLOTS = 64, 8, 3
 
@@ -274,7 +274,7 @@ def test_garbage_of_an_earlier_run_is_overwritten(tmp_path: Path, name: str) -> 
 
 
 def test_the_order_of_the_halves_and_the_module_matter(tmp_path: Path) -> None:
-    """That the tests above would see a wrong one."""
+    """Check that the tests above would see a wrong one."""
     tokens, hidden = random_inputs(5, 1)
     name = "mimo"
     first, second = (oracle(name, module).run(tokens[0], hidden[0], 0) for module in (0, 1))

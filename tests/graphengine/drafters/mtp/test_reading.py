@@ -129,7 +129,7 @@ def test_every_tensor_of_the_modules_is_loaded(tmp_path: Path, name: str) -> Non
 
 
 def test_a_wrong_shape_is_an_error_of_the_loader(tmp_path: Path) -> None:
-    """As a gate beside the queries would give."""
+    """A gate beside the queries would give this shape."""
 
     def widen(config: dict[str, Any], tensors: Tensors) -> None:
         name = "mtp.layers.0.self_attn.q_proj.weight"
@@ -247,7 +247,7 @@ def write_deepseek(folder: Path, edit: Edit) -> tuple[Checkpoint, Chains]:
 
 @pytest.mark.skipif(not HAS_CHAINS, reason="this version of transformers cannot run one module")
 def test_modules_with_experts_and_latents_have_the_targets_sizes(tmp_path: Path) -> None:
-    """As published: with copies of the embedding and of lm_head, which nobody reads."""
+    """Published ones also have copies of the embedding and of lm_head, which nobody reads."""
 
     def copies(config: dict[str, Any], tensors: Tensors) -> None:
         for index in (2, 3):

@@ -69,7 +69,7 @@ def check_each_step(engine: Engine, corpus: list[int]) -> set[int]:
 def test_drafts_are_those_of_a_plain_search(
     device: str, tmp_path: Path, mode: Suffix, has_corpus: bool
 ) -> None:
-    """Of rows of one step some have more drafts than others."""
+    """Some rows of a step have more drafts than others."""
     corpus = [5, 6, 7, 8, 5, 6, 9, 9, 1, 2, 3, 4] if has_corpus else []
     file = tmp_path / "ids.npy"
     np.save(file, np.array(corpus, dtype=np.int64))

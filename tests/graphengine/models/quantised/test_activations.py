@@ -48,7 +48,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @contextmanager
 def rounded_inputs(written: Written, plain: tuple[str, ...]) -> Iterator[None]:
-    """Of all linears but these."""
+    """The rounded inputs of all linears but these."""
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: (rounded(inputs[0]),))
         for name, module in written.model.named_modules()
@@ -163,7 +163,7 @@ def test_what_an_engine_says_of_it(tmp_path: Path) -> None:
 
 
 def test_greedy_text_is_nearly_the_same() -> None:
-    """Of a model that was trained, whose weights are rounded to e4m3, too."""
+    """A trained model, whose weights are rounded to e4m3, too."""
     said = []
     for options in (FP8, {}):
         with open_demo(**options) as engine:
@@ -245,7 +245,7 @@ def test_scratch_has_room_for_codes_beside_the_rest(outlived: bool) -> None:
 
 
 def test_the_budget_has_the_codes() -> None:
-    """Of the widest product's inputs, for the largest chunk."""
+    """Codes of the widest product's inputs, for the largest chunk."""
     with open_demo(**FP8) as engine, open_demo() as other:
         lines = [
             {line.name: line.bytes for line in each.memory.budget.lines} for each in (engine, other)

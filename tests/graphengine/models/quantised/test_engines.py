@@ -45,7 +45,7 @@ from graphengine.speculative import MTP, DraftModel
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]
 
 TOLERANCE = 1e-4
-"""Of float32 logits, relative to the largest of a token."""
+"""Tolerance of float32 logits, relative to a token's largest."""
 # The long prompt is prefilled in two chunks.
 PROMPTS = ([5, 3, 80], [*range(1, 72, 3)])
 
@@ -61,7 +61,7 @@ def open_engine(path: Path, **options: Any) -> Engine:
 
 @torch.no_grad()
 def expected_logits(written: Written, result: Result, vocabulary: int | None = None) -> Tensor:
-    """Those from which each new token was chosen."""
+    """The logits from which each new token was chosen."""
     sequence = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
     logits: Tensor = written.model(sequence).logits[0, :, :vocabulary]
     return logits[len(result.prompt_token_ids) - 1 : -1]
@@ -377,7 +377,7 @@ def test_a_draft_model_may_be_quantised(tmp_path: Path, which: str) -> None:
 
 
 def plain_copy(written: Written, folder: Path) -> Path:
-    """The same model in 32 bits."""
+    """A copy of the model in 32 bits."""
     config = json.loads((written.path / "config.json").read_text())
     del config["quantization_config"]
     state = {name: value.clone() for name, value in written.model.state_dict().items()}

@@ -72,7 +72,7 @@ class Opened(NamedTuple):
 
 
 def opened(path: Path, **options: Any) -> Opened:
-    """Of an engine whose weights take what its budget says."""
+    """Open an engine, and check that its weights take what its budget says."""
     with open_engine(path, **options) as engine:
         held = {id(tensor): tensor.nbytes for tensor in engine.model.weights.tensors()}
         assert weights_in(budget_of(engine)) == sum(held.values())
@@ -108,7 +108,7 @@ def test_rounding_on_the_way_means_what_the_writer_writes(
 
 
 def test_lm_head_is_rounded_apart_from_a_tied_embedding(tmp_path: Path) -> None:
-    """As one of its own is that has the embedding's values."""
+    """Its codes are those of a separate lm_head with the embedding's values."""
     tied = plain_model(tmp_path / "tied", tie_word_embeddings=True)
     config = json.loads((tied / "config.json").read_text())
     tensors = dict(Checkpoint.open(tied).mapped())

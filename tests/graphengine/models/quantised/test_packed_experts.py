@@ -158,7 +158,7 @@ def test_dequantised_weights_are_rounded_to_the_models_dtype(tmp_path: Path) -> 
 
 
 def test_draft_modules_with_a_packed_kv_b(tmp_path: Path) -> None:
-    """As DeepSeek-V3's own: a layer in fp8 past the others, its projection in bfloat16."""
+    """Modules like DeepSeek-V3's: a layer in fp8 past the others, its projection in bfloat16."""
 
     def edit(config: dict[str, Any], tensors: Tensors) -> None:
         config["num_nextn_predict_layers"] = 1
@@ -259,7 +259,7 @@ def test_experts_of_a_layer_in_two_ways_are_refused(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8 blocks", "packed int4 of 128", "mxfp4-pack-quantized"])
 def test_packed_experts_on_a_gpu(tmp_path: Path, name: str) -> None:
-    """As in float32 on a CPU but for rounding; with the same tokens in any company."""
+    """The logits are a CPU's in float32 but for rounding; tokens are the same in any company."""
     written = write_model(tmp_path / "model", KINDS[name], plain=("lm_head",), **SIZES)
     for slots in (1, 4):
         options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_batch": slots}
