@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from graphengine.buckets.host_queue import HostQueue
     from graphengine.buckets.ladder import BucketLadder
     from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
-    from graphengine.buckets.static import Copied, LaneUpdate, StaticBuffers
+    from graphengine.buckets.static import CopiedRange, LaneUpdate, StaticBuffers
     from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "BudgetLine",
     "CaptureReport",
     "CapturedGraph",
-    "Copied",
+    "CopiedRange",
     "Field",
     "GraphEdge",
     "GraphNode",
@@ -92,7 +92,7 @@ _HOMES = {
     "BudgetLine": "graphengine.buckets.budget",
     "CaptureReport": "graphengine.buckets.captured",
     "CapturedGraph": "graphengine.buckets.captured",
-    "Copied": "graphengine.buckets.static",
+    "CopiedRange": "graphengine.buckets.static",
     "Field": "graphengine.buckets.fields",
     "GraphEdge": "graphengine.buckets.graphs.structure",
     "GraphNode": "graphengine.buckets.graphs.structure",

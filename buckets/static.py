@@ -43,7 +43,7 @@ class LaneUpdate:
     values: Any
 
 
-class Copied(NamedTuple):
+class CopiedRange(NamedTuple):
     """What a load copied to the device: bytes start .. stop - 1 of the image of a group."""
 
     group: int
@@ -134,7 +134,7 @@ class StaticBuffers:
         *,
         sequence: int,
         stream: torch.cuda.Stream | HostQueue | None = None,
-    ) -> list[Copied]:
+    ) -> list[CopiedRange]:
         """Replace the contents of the named host-owned fields and copy their groups to the device.
 
         A value holds one item for each of the field's first lanes; the lanes after them are
@@ -164,13 +164,13 @@ class StaticBuffers:
             self._lanes[name].store(first, values)
         return [group.send(sequence, stream) for group in groups]
 
-    def image(self, copied: Copied) -> memoryview:
+    def image(self, copied: CopiedRange) -> memoryview:
         """The bytes that were copied; valid until the next load."""
         return self._groups[copied.group].image[copied.start : copied.stop].data
 
     def repeat(
         self,
-        copied: Copied,
+        copied: CopiedRange,
         data: bytes | memoryview,
         *,
         sequence: int,
@@ -350,7 +350,7 @@ class _Group:
         """Put these bytes of the image, and all between them and earlier ones, in the next copy."""
         self._changed = (min(self._changed[0], start), max(self._changed[1], stop))
 
-    def send(self, sequence: int, stream: torch.cuda.Stream | HostQueue | None) -> Copied:
+    def send(self, sequence: int, stream: torch.cuda.Stream | HostQueue | None) -> CopiedRange:
         """Queue the copy before replay `sequence`: of the whole image if no bytes changed."""
         index = self._next
         start, stop = self._changed
@@ -366,7 +366,7 @@ class _Group:
         self._changed = (self.nbytes, 0)
         self._in_flight[index] = self.last = sequence
         self._next = (index + 1) % len(self._staging)
-        return Copied(self.number, start, stop)
+        return CopiedRange(self.number, start, stop)
 
     def _copy_directly(self, index: int, start: int, size: int, stream: torch.cuda.Stream) -> bool:
         """Copy by one call into CUDA that leaves torch's current stream alone; False if it cannot.

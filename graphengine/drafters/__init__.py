@@ -24,7 +24,7 @@ from graphengine.drafters.base import (
     Drafter,
     DraftSetting,
     FieldSizes,
-    OfTree,
+    PathLanes,
     Prefilled,
     Verified,
 )
@@ -39,7 +39,7 @@ __all__ = [
     "Drafter",
     "FieldSizes",
     "NoDrafter",
-    "OfTree",
+    "PathLanes",
     "Prefilled",
     "RemoteDrafter",
     "Verified",

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from graphengine.models.weights import Destinations, StoredLinear, StoredWeights
 
 
-class OfTree(NamedTuple):
+class PathLanes(NamedTuple):
     """Where the lanes along accepted tree paths are among all lanes of a step."""
 
     fed: DecodeLanes
@@ -68,7 +68,7 @@ class Verified(NamedTuple):
     """The target's token after each lane, and how many of them each row emitted."""
     drafts: int
     """Drafts of a row that this graph verified, for trees along one path: W = drafts + 1."""
-    of_tree: OfTree | None = None
+    of_tree: PathLanes | None = None
     """None: the target was fed the N lanes, as chains."""
     filtered: bool = False
     """Whether the graph is one of the full sampler, which draws through the requests' filters."""

@@ -45,7 +45,7 @@ _WHOSE = "draft_"
 """Prefix of the names of its static fields."""
 
 
-class _Fed(NamedTuple):
+class _LastInput(NamedTuple):
     """The lanes that the model was fed last, and its stream after them."""
 
     lanes: DecodeLanes
@@ -222,7 +222,7 @@ class DraftModelDrafter(Drafter):
 
     def _feed(
         self, token_N: Tensor, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch
-    ) -> _Fed:
+    ) -> _LastInput:
         """Run the model on each row's last two tokens."""
         model = self._model
         residual = self._new_stream(self.lanes_of(count_R.numel()), launch)
@@ -239,9 +239,11 @@ class DraftModelDrafter(Drafter):
         )
         two = replace(launch, tokens_per_row=2)
         hidden = model.decode(first.lanes, residual, self._states, two)
-        return _Fed(first.lanes, first.rows, first.source, hidden)
+        return _LastInput(first.lanes, first.rows, first.source, hidden)
 
-    def _feed_draft(self, tiles: DraftTiles, fed: _Fed, index: int, launch: DecodeLaunch) -> _Fed:
+    def _feed_draft(
+        self, tiles: DraftTiles, fed: _LastInput, index: int, launch: DecodeLaunch
+    ) -> _LastInput:
         """Take draft `index` out of its tiles, and run the model on it."""
         model = self._model
         residual = self._new_stream(fed.rows.slot.numel(), launch)
@@ -258,7 +260,7 @@ class DraftModelDrafter(Drafter):
             embedding_scale=model.weights.embedding_scale,
             pdl=launch.pdl,
         )
-        return _Fed(rows, rows, None, model.decode(rows, residual, self._states, launch))
+        return _LastInput(rows, rows, None, model.decode(rows, residual, self._states, launch))
 
     def _new_stream(self, lanes: int, launch: DecodeLaunch) -> Residual:
         config = self.config

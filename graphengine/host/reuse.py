@@ -32,7 +32,7 @@ def _needs_every_token(request: Request) -> bool:
     return request.params.prompt_logprobs is not None or request.job.given_routes is not None
 
 
-class Beginning(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The part of a prompt that a request need not compute.
 
     blocks  whole blocks of its first tokens, to be shared
@@ -107,7 +107,7 @@ class Reuse:
 
     # Calls of the scheduler, in the order of a request's life.
 
-    def begin_with(self, request: Request) -> Beginning:
+    def begin_with(self, request: Request) -> CachedPrefix:
         """What is kept of the request's first tokens: by its session or another sample of its
         prompt, or in the prefix index if that has more of the prompt.
         """
@@ -118,14 +118,14 @@ class Reuse:
         if context is not None and not _needs_every_token(request):
             own = self.reusable(context, request.job.prompt_len)
             if own and len(own) >= len(found):
-                return Beginning(own, len(own) * self._block_size, own=True)
+                return CachedPrefix(own, len(own) * self._block_size, own=True)
         if len(shared) > len(found):
             found = shared
-        return Beginning(found, len(found) * self._block_size, own=False)
+        return CachedPrefix(found, len(found) * self._block_size, own=False)
 
-    def _state_for(self, request: Request) -> Beginning:
+    def _state_for(self, request: Request) -> CachedPrefix:
         if _needs_every_token(request):
-            return Beginning([], 0, own=False)
+            return CachedPrefix([], 0, own=False)
         own = self.states.newest(request.job.context, request.job.prompt_len)
         shared = self.states.newest(request.job.shared, request.job.prompt_len)
         found = self.states.find(request)
@@ -135,28 +135,28 @@ class Reuse:
         if own is not None and (found is None or own.position >= found.position):
             state = own
         if state is None:
-            return Beginning([], 0, own=False)
+            return CachedPrefix([], 0, own=False)
         whole = state.position // self._block_size
-        return Beginning(state.blocks[:whole], state.position, state is own, state)
+        return CachedPrefix(state.blocks[:whole], state.position, state is own, state)
 
-    def touch_beginning(self, request: Request, beginning: Beginning) -> None:
-        """Mark the request's beginning, and its session, as most recently used."""
+    def touch_cached(self, request: Request, cached: CachedPrefix) -> None:
+        """Mark what a request has cached, and its session, as most recently used."""
         if request.job.context is not None:
             self.touch(request.job.context)
-        if beginning.state is not None:
-            self.states.touch(beginning.state)
+        if cached.state is not None:
+            self.states.touch(cached.state)
 
-    def begin(self, request: Request, beginning: Beginning) -> None:
+    def begin(self, request: Request, cached: CachedPrefix) -> None:
         """Give a request that has just got these blocks the rest: its states and its routes."""
         if request.job.shared is not None:
-            more = beginning.tokens - request.cached_tokens
+            more = cached.tokens - request.cached_tokens
             self._counters["samples/shared_tokens"] += more
-        request.cached_tokens = beginning.tokens
-        if beginning.state is not None:
-            self.states.go_on(request, beginning.state)
-        self._share_routes(request, beginning)
-        if beginning.own:
-            self._counters["sessions/reused_tokens"] += beginning.tokens
+        request.cached_tokens = cached.tokens
+        if cached.state is not None:
+            self.states.go_on(request, cached.state)
+        self._share_routes(request, cached)
+        if cached.own:
+            self._counters["sessions/reused_tokens"] += cached.tokens
             # Blocks that follow a reply's are not the prefill of their tokens alone: not indexed.
             request.job.placed.indexed = request.job.prompt_len
 
@@ -226,15 +226,15 @@ class Reuse:
             if not shared.waiting:
                 self.close(shared)
 
-    def _share_routes(self, request: Request, beginning: Beginning) -> None:
+    def _share_routes(self, request: Request, cached: CachedPrefix) -> None:
         """Give the request the recorded experts of the blocks that it begins with."""
         routes = request.job.routes
         if routes is None:
             return
-        pages = [self._pool.routes.get(block) for block in beginning.blocks]
-        if beginning.tokens > len(pages) * self._block_size:
-            assert beginning.state is not None, f"{beginning=}"
-            rest = self._pool.routes.get(beginning.state.blocks[len(pages)])
+        pages = [self._pool.routes.get(block) for block in cached.blocks]
+        if cached.tokens > len(pages) * self._block_size:
+            assert cached.state is not None, f"{cached=}"
+            rest = self._pool.routes.get(cached.state.blocks[len(pages)])
             pages.append(None if rest is None else rest.copy())
         routes.share(pages)
 

@@ -455,8 +455,8 @@ class Scheduler:
                 return
             request = self.waiting[0]
             job = request.job
-            beginning = self.reuse.begin_with(request)
-            found, cached = beginning.blocks, beginning.tokens
+            reused = self.reuse.begin_with(request)
+            found, cached = reused.blocks, reused.tokens
             need = self._greatest_need(job) - len(found)
             if not self._roomy or need > self.pool.vacant:
                 prompt = self._reach(job, job.prompt_len)
@@ -472,8 +472,8 @@ class Scheduler:
             # Use the found blocks first: otherwise they, and the rest of the session, might be
             # evicted to make room for the new ones.
             self.pool.use(found)
-            self.reuse.touch_beginning(request, beginning)
-            ring = self.reuse.take_ring(request, own=beginning.own)
+            self.reuse.touch_cached(request, reused)
+            ring = self.reuse.take_ring(request, own=reused.own)
             job.placement = Placement(
                 slot=slot,
                 epoch=self._epoch,
@@ -483,7 +483,7 @@ class Scheduler:
                 prefilled=cached,
                 noted=0 if self._is_noted(job) else cached,
             )
-            self.reuse.begin(request, beginning)
+            self.reuse.begin(request, reused)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)
@@ -532,19 +532,19 @@ class Scheduler:
         placement = request.job.placed
         if not (self.reuse.prefixes or request.job.shared) or placement.indexed:
             return
-        beginning = self.reuse.begin_with(request)
-        if beginning.tokens > request.cached_tokens:
+        reused = self.reuse.begin_with(request)
+        if reused.tokens > request.cached_tokens:
             have = request.cached_tokens // self.block_size
-            more = beginning.blocks[have:]
+            more = reused.blocks[have:]
             self.pool.use(more)
-            self.reuse.touch_beginning(request, beginning)
+            self.reuse.touch_cached(request, reused)
             own = placement.blocks[have : have + len(more)]
             placement.blocks[have : have + len(more)] = more
             self.pool.give_back(own)
             if not self._is_noted(request.job):
-                placement.noted = beginning.tokens
-            placement.prefilled = beginning.tokens
-            self.reuse.begin(request, beginning)
+                placement.noted = reused.tokens
+            placement.prefilled = reused.tokens
+            self.reuse.begin(request, reused)
             self._changes.tables = True
         if self.reuse.prefixes:
             self.reuse.begun(request)

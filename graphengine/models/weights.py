@@ -14,9 +14,9 @@ from torch import Tensor
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.models.checkpoints.tensor_files import Ordered, TensorSlice
+from graphengine.models.checkpoints.tensor_files import ReorderedTensor, TensorSlice
 
-Destinations = dict[str, Tensor | Ordered]
+Destinations = dict[str, Tensor | ReorderedTensor]
 """Names of a checkpoint's tensors -> what they are loaded into."""
 
 
@@ -180,7 +180,7 @@ class StoredWeights(ABC):
     def destinations(self) -> Destinations:
         """What each tensor of `stored` is loaded into, by name."""
         return {
-            name: each.tensor if each.order is None else Ordered(each.tensor, each.order)
+            name: each.tensor if each.order is None else ReorderedTensor(each.tensor, each.order)
             for name, each in self.stored().items()
         }
 

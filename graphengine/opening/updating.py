@@ -20,7 +20,7 @@ from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
 from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.checkpoints.stored import load_weights, read_model, with_state_dtype
-from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, Ordered, TensorInfo
+from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, ReorderedTensor, TensorInfo
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
@@ -276,8 +276,8 @@ def check_finite(values: Mapping[str, Tensor], wanted: Destinations) -> None:
 def _dtype_of(name: str, value: Tensor, wanted: Destinations) -> torch.dtype:
     """The dtype that a value is cast to; its own where nothing is cast, as before rounding."""
     found = wanted.get(name, value)
-    first = found if isinstance(found, Tensor | Ordered) else next(iter(found), value)
-    return (first.tensor if isinstance(first, Ordered) else first).dtype
+    first = found if isinstance(found, Tensor | ReorderedTensor) else next(iter(found), value)
+    return (first.tensor if isinstance(first, ReorderedTensor) else first).dtype
 
 
 def check_plain(checkpoint: Checkpoint) -> None:

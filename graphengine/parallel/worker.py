@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from graphengine.buckets import Copied
+from graphengine.buckets import CopiedRange
 from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, ReplayGraph
 from graphengine.core.runtime import Operation
@@ -135,7 +135,7 @@ class WorkerRuntime(RankRuntime):
             # This rank has published the replay that the driver has read, or is about to.
             self.wait_tokens(acknowledged, 1, None)
             buffers.acknowledge(acknowledged)
-        copied = Copied(command.group, command.start, command.stop)
+        copied = CopiedRange(command.group, command.start, command.stop)
         sequence, stream = command.sequence, self.stream
         buffers.repeat(copied, command.data, sequence=sequence, stream=stream)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Mailbox, StaticBuffers
-from graphengine.drafters import Drafter, OfTree, Prefilled, Verified
+from graphengine.drafters import Drafter, PathLanes, Prefilled, Verified
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.tree import TreeLanes
 from graphengine.kernels.linear.epilogues import SampleTiles, StoreLogits
@@ -384,4 +384,4 @@ def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: 
         return Verified(lanes, hidden, step, drafts)
     path = step.path
     along = path.source.numel() // step.count_R.numel() - 1
-    return Verified(path.lanes, hidden, step, along, OfTree(lanes, path.source))
+    return Verified(path.lanes, hidden, step, along, PathLanes(lanes, path.source))

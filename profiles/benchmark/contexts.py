@@ -31,7 +31,13 @@ from graphengine.profiles.benchmark.floor.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import decode_launches, kernel_times, least_room
 from graphengine.profiles.benchmark.measure import CHECKED_FIRST_TOKENS, Work
 from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, state_bytes, weight_bytes
-from graphengine.profiles.benchmark.speculation import Open, Plain, Plains, Sweep, measure_drafts
+from graphengine.profiles.benchmark.speculation import (
+    Open,
+    Plain,
+    PlainEngines,
+    Sweep,
+    measure_drafts,
+)
 from graphengine.profiles.tables.percentiles import rounded
 from graphengine.speculative import describe
 
@@ -179,7 +185,7 @@ def measure_contexts(
     }
     for work in works:
         cells: dict[int, dict[str, Any]] = {}
-        plains: dict[int, Plains] = {}
+        plains: dict[int, PlainEngines] = {}
         for wanted, needed in _variants(contexts, work, options, sweep):
             # If the plain engine to compare with was skipped, so are the engines compared with it.
             has = [each for each, plain in plains.items() if needed in (None, *plain.found)]
@@ -191,7 +197,7 @@ def measure_contexts(
                     at_context = contexts.work(work, context)
                     with standing_rows(engine, at_context, prefilled=contexts.prefilled) as rows:
                         if not wanted:
-                            plains[context] = Plains(engine.row_family)
+                            plains[context] = PlainEngines(engine.row_family)
                             cells[context] = {}
                         found = _measure(engine, at_context, rows, plains[context], sweep)
                     if not wanted:
@@ -251,7 +257,7 @@ def _variants(
 
 
 def _measure(
-    engine: Engine, work: Work, rows: ContextRows, plains: Plains, sweep: Sweep | None
+    engine: Engine, work: Work, rows: ContextRows, plains: PlainEngines, sweep: Sweep | None
 ) -> dict[str, Any]:
     """The figures of an engine; a plain one's are kept for the speculating engines."""
     if engine.config.mode is not None:

@@ -27,7 +27,7 @@ from graphengine.engine_options import EngineOptions
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.random_values import SEED
 from graphengine.models.checkpoints.stored import with_state_dtype
-from graphengine.models.checkpoints.tensor_files import Ordered
+from graphengine.models.checkpoints.tensor_files import ReorderedTensor
 from graphengine.models.contract import ModelConfig
 from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.forms import rounded_forms
@@ -146,7 +146,7 @@ def _random_engine(
         # In a call of their own, as a drafter's tensors may have names of the target's.
         drafts = drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
         views = {
-            name: each.tensor if isinstance(each, Ordered) else each
+            name: each.tensor if isinstance(each, ReorderedTensor) else each
             for name, each in drafts.items()
         }
         fill_random(views, drafter.linears(), seed=SEED + 1)

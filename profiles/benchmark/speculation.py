@@ -167,7 +167,7 @@ class Plain:
             read=_bytes_read(engine, work),
         )
 
-    def entry(self, plains: Plains) -> dict[str, Any]:
+    def entry(self, plains: PlainEngines) -> dict[str, Any]:
         """This engine's row in the table, with K = 0."""
         described = {
             "k": 0,
@@ -186,7 +186,7 @@ class Plain:
         )
 
 
-class Plains:
+class PlainEngines:
     """The plain engines of one batch by row family; the fastest is of the family `best`."""
 
     def __init__(self, best: RowFamily) -> None:
@@ -209,7 +209,7 @@ class Plains:
         return {"plain_ms": times, "ratio": ratios, "break_even_tokens": ratios["fastest"]}
 
 
-class _PlainEngines(Plains):
+class _PlainEngines(PlainEngines):
     """Plain engines that are measured when they are first needed."""
 
     def __init__(self, work: Work, options: Mapping[str, Any], open_engine: Open) -> None:
@@ -227,7 +227,12 @@ class _PlainEngines(Plains):
 
 
 def measure_drafts(
-    engine: Engine, work: Work, plains: Plains, *, run: Run | None = None, drafts_off: bool = True
+    engine: Engine,
+    work: Work,
+    plains: PlainEngines,
+    *,
+    run: Run | None = None,
+    drafts_off: bool = True,
 ) -> dict[str, Any]:
     """A speculative engine's figures, after the check of its tokens where they are comparable.
 

@@ -23,7 +23,7 @@ from graphengine.drafters.base import (
     Drafter,
     DraftSetting,
     FieldSizes,
-    OfTree,
+    PathLanes,
     Prefilled,
     StepSizes,
 )
@@ -208,7 +208,7 @@ class OpenModules(ABC):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
-        of_tree: OfTree | None = None,
+        of_tree: PathLanes | None = None,
     ) -> tuple[FirstDraft, ModuleOutput]:
         """Run the first module on what a step with this many drafts emitted.
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from graphengine.buckets import Field
-from graphengine.drafters.base import DraftSetting, FieldSizes, OfTree, Prefilled, Verified
+from graphengine.drafters.base import DraftSetting, FieldSizes, PathLanes, Prefilled, Verified
 from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.head import Hidden
 from graphengine.drafters.modules.base import DraftModules, ModuleDrafter, ModuleOutput
@@ -83,7 +83,7 @@ class EagleDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
-        of_tree: OfTree | None = None,
+        of_tree: PathLanes | None = None,
         *,
         filtered: bool,
     ) -> None:

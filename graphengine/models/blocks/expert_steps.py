@@ -41,7 +41,7 @@ from graphengine.models.launches import DecodeLaunch, Reduce, Share
 from graphengine.models.routing import layer_ids, tell_routes
 
 
-class Chosen(NamedTuple):
+class ChosenExperts(NamedTuple):
     """The first half of the chosen experts: `inner`, `[P, F]`, is what down multiplies."""
 
     inner: Tensor
@@ -108,7 +108,7 @@ def decode_experts(
     return add_part(part, slot, residual, next_norm, launch=launch)
 
 
-def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -> Chosen:
+def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -> ChosenExperts:
     """Run the first half of this rank's experts on the lanes that chose them."""
     block, slot = weights.block, lanes.slot
     routes, experts = lanes.routes, len(block.own)
@@ -143,12 +143,12 @@ def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -
         held=block.held,
         pdl=launch.pdl,
     )
-    return Chosen(inner, slot, routes, grouping)
+    return ChosenExperts(inner, slot, routes, grouping)
 
 
 def _add(
     weights: ExpertsWeights,
-    chosen: Chosen,
+    chosen: ChosenExperts,
     shared: Tensor | None,
     row: DecodeLanes,
     residual: Residual,
@@ -174,7 +174,7 @@ def _add(
     return weights.shared.add(shared, row, residual, next_norm, launch)
 
 
-def _part(weights: ExpertsWeights, chosen: Chosen, launch: DecodeLaunch) -> Tensor:
+def _part(weights: ExpertsWeights, chosen: ChosenExperts, launch: DecodeLaunch) -> Tensor:
     """Float32, a row for each lane: the part of the output that this rank's experts make."""
     return expert_part(
         chosen.inner,

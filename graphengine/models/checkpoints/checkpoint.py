@@ -35,7 +35,7 @@ from graphengine.models.checkpoints.tensor_files import (
     DTYPE_NAMES,
     MOST_NAMED,
     WEIGHT_DTYPES,
-    Ordered,
+    ReorderedTensor,
     TensorInfo,
     TensorSlice,
     find_tensors,
@@ -45,7 +45,7 @@ from graphengine.options.checks import INT32_MAX, is_int, some
 from graphengine.options.devices import DTYPES
 
 Progress = Callable[[int, int], None]
-Destinations = Mapping[str, Tensor | Ordered | Sequence[Tensor]]
+Destinations = Mapping[str, Tensor | ReorderedTensor | Sequence[Tensor]]
 Merge = Callable[[str, Tensor, TensorSlice | None], Tensor]
 """Makes the value of a tensor, by its name, of what is stored, or of a part of that."""
 
@@ -203,7 +203,7 @@ class Checkpoint:
                       views of fused parameters. Values are cast to the destination's dtype. A
                       destination of four or more dimensions may split the rows over several of
                       them, and one of three or more the last dimension: so their order may differ.
-                      An `Ordered` one says the order of its rows.
+                      An `ReorderedTensor` one says the order of its rows.
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
@@ -300,10 +300,10 @@ class Checkpoint:
         whole = random_values(name, info.stored.shape, info.dtype, device)
         return whole if info.cut is None else info.cut.part(whole)
 
-    def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor | Ordered, ...]]:
+    def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor | ReorderedTensor, ...]]:
         """The destinations of each name, checked against the stored tensors."""
-        targets: dict[str, tuple[Tensor | Ordered, ...]] = {
-            name: (wanted,) if isinstance(wanted, Tensor | Ordered) else tuple(wanted)
+        targets: dict[str, tuple[Tensor | ReorderedTensor, ...]] = {
+            name: (wanted,) if isinstance(wanted, Tensor | ReorderedTensor) else tuple(wanted)
             for name, wanted in destinations.items()
         }
         missing = [name for name in targets if name not in self.tensors]
@@ -313,7 +313,7 @@ class Checkpoint:
                 f"{some(missing, MOST_NAMED)}"
             )
         pairs = [
-            (name, each.tensor if isinstance(each, Ordered) else each)
+            (name, each.tensor if isinstance(each, ReorderedTensor) else each)
             for name, wanted in targets.items()
             for each in wanted
         ]
@@ -481,9 +481,9 @@ def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(target) > 3 and (math.prod(target[: more + 1]), *target[more + 1 :]) == stored
 
 
-def _fill(wanted: Sequence[Tensor | Ordered], source: Tensor) -> Iterator[int]:
+def _fill(wanted: Sequence[Tensor | ReorderedTensor], source: Tensor) -> Iterator[int]:
     """Copy `source` into every target, a few rows at a time; yields the bytes of each part."""
-    ordered = [each for each in wanted if isinstance(each, Ordered)]
+    ordered = [each for each in wanted if isinstance(each, ReorderedTensor)]
     targets = [each for each in wanted if isinstance(each, Tensor)]
     if source.ndim == 0:
         source, targets = source[None], [target[None] for target in targets]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import save_whole
-from graphengine.models.quantised.filling import Changed
+from graphengine.models.quantised.filling import ChangedTensors
 
 HANDED_OVER = Path("update_weights()")
 """Where tensors that are in no folder come from, for errors."""
@@ -61,7 +61,7 @@ class GivenTensors(Checkpoint):
 
     def mapped(self) -> Mapping[str, Tensor]:
         """All values by name; each is cut to the part that is read when it is looked up."""
-        return Changed(self.values, self._part)
+        return ChangedTensors(self.values, self._part)
 
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -86,7 +86,7 @@ class TensorSlice(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
 
-class Ordered(NamedTuple):
+class ReorderedTensor(NamedTuple):
     """A tensor whose rows are a checkpoint's in another order.
 
     order  int64 `[rows]`, on the CPU: row i is the checkpoint's row `order[i]`

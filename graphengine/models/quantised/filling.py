@@ -42,7 +42,7 @@ Reader = Callable[[StoredLinear, torch.device], Read]
 """Reads the weight for a linear; all work on it is done on the device."""
 
 
-class Changed(Mapping[str, Tensor]):
+class ChangedTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors; `change` is applied to each when it is looked up."""
 
     def __init__(
@@ -77,7 +77,7 @@ def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str,
             raise ValueError(f"{name} has shape {[*tensor.shape]}, and there are {experts} experts")
         return tensor[expert]
 
-    return Changed(tensors, part)
+    return ChangedTensors(tensors, part)
 
 
 def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
@@ -91,7 +91,7 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
             shape = (rows, linear.shape[1]) if cut is None else _whole(rows, linear.shape[1], cut)
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
-            there = Changed(of_stack(tensors, linear.stack), lambda _, each: each.to(device))
+            there = ChangedTensors(of_stack(tensors, linear.stack), lambda _, each: each.to(device))
             try:
                 found = read_weight(scheme, there, name, shape)
                 parts.append(_part(found.weight, cut, linear.weight))

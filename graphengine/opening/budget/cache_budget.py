@@ -13,7 +13,7 @@ from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
 
 
-class Room(NamedTuple):
+class FreeMemory(NamedTuple):
     """Bytes that may be planned: in the memory that replays see, and on the host."""
 
     available: int
@@ -57,7 +57,7 @@ class CacheBlocks(NamedTuple):
 
 
 def add_caches(
-    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room, calibrated: int
+    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: FreeMemory, calibrated: int
 ) -> CacheBlocks:
     """Add rings, the pool, its swap area, and the extra KV of calibrating with so many tokens.
 
@@ -91,7 +91,7 @@ def _add_rings(budget: MemoryBudget, shape: EngineShape, block: BlockBytes) -> i
     return added
 
 
-def _add_pool(budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room) -> int:
+def _add_pool(budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: FreeMemory) -> int:
     """Add as many blocks as asked for, or as fit and all slots can use. Returns how many."""
     config, one = shape.config, shape.table_blocks
     every = config.max_batch * one
@@ -131,7 +131,7 @@ def _check_one_request(
 
 
 def _add_swap(
-    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room, pool_blocks: int
+    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: FreeMemory, pool_blocks: int
 ) -> int:
     """Add as many swap blocks as asked for, or as the pool can need, within half of what may be
     planned on the host. Returns how many.

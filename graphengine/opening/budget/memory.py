@@ -20,7 +20,7 @@ from graphengine.models.adapters.table import AdapterSizes, AdapterTable
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import checkpoint_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
-from graphengine.opening.budget.cache_budget import BlockBytes, Room, add_caches
+from graphengine.opening.budget.cache_budget import BlockBytes, FreeMemory, add_caches
 from graphengine.opening.budget.host_memory import available_host_bytes
 from graphengine.opening.budget.state_budget import add_state
 from graphengine.opening.budget.workspace import (
@@ -38,7 +38,7 @@ _NCCL_BYTES = 512 * 2**20
 # Arrival counters on a CPU, whose references use none: enough to list what a GPU would launch.
 _COUNTERS_OF_CPU = 2**18
 
-UNLIMITED = Room(2**62, 2**62)
+UNLIMITED = FreeMemory(2**62, 2**62)
 """More memory than any machine has: for the sizes of an engine that need not fit."""
 
 
@@ -157,7 +157,7 @@ def plan_memory(
     drafter: Drafter,
     calibration_tokens: int = 0,
     footprint: Footprint | None = None,
-    room: Room | None = None,
+    room: FreeMemory | None = None,
     adapters: AdapterSizes | None = None,
 ) -> MemoryPlan:
     """Sizes and budget of an engine, with rings where they are smaller.
@@ -201,7 +201,7 @@ def _plan(
     calibration_tokens: int,
     footprint: Footprint | None,
     adapters: AdapterSizes | None,
-    room: Room,
+    room: FreeMemory,
 ) -> MemoryPlan:
     """Sizes and budget with the rings of this shape; OutOfBudget if the engine does not fit."""
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
@@ -259,11 +259,11 @@ def _workspace_bytes(shape: EngineShape, footprint: Footprint | None) -> int:
     return footprint.pool_bytes + exchanged_bytes(shape)
 
 
-def _room(shape: EngineShape) -> Room:
+def _room(shape: EngineShape) -> FreeMemory:
     """The part of the free memory that may be planned; ranks share the host's memory."""
     of_host = shape.config.memory_fraction / shape.config.ranks
     fraction = shape.config.memory_fraction if shape.on_gpu else of_host
-    return Room(
+    return FreeMemory(
         int(available_bytes(shape.device) * fraction), int(available_host_bytes() * of_host)
     )
 

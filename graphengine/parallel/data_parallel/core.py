@@ -36,7 +36,7 @@ def _counts(core: DataParallelCore, plans: Plans) -> tuple[int, int]:
     return max(plan.bucket for plan in live), sum(len(plan.rows) for plan in live)
 
 
-class Seat:
+class RankState:
     """What the core tracks of a rank while it steps it.
 
     rows  requests in the rows that the rank's decode graph was last loaded with
@@ -60,8 +60,8 @@ class DataParallelCore(EngineCore):
             new_scheduler(self.memory, self.config, self.needs, runtime, counters)
             for _ in runtime.others
         ]
-        self._seats = [Seat(self._own, runtime)]
-        self._seats += [Seat(*pair) for pair in zip(others, runtime.others, strict=True)]
+        self._rank_states = [RankState(self._own, runtime)]
+        self._rank_states += [RankState(*pair) for pair in zip(others, runtime.others, strict=True)]
         self._ranks = RankSchedulers([self._own, *others], self.config.max_waiting)
         return self._ranks
 
@@ -77,9 +77,9 @@ class DataParallelCore(EngineCore):
 
     def drop_cached_kv(self) -> None:
         """Drop the KV and states that sessions and prefixes keep on each rank."""
-        for seat in self._seats:
-            seat.runtime.copy_states(seat.scheduler.reuse.states.before)
-            seat.scheduler.reuse.forget()
+        for rank_state in self._rank_states:
+            rank_state.runtime.copy_states(rank_state.scheduler.reuse.states.before)
+            rank_state.scheduler.reuse.forget()
 
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan_all(self) -> Plans | None:
@@ -101,8 +101,8 @@ class DataParallelCore(EngineCore):
         keys = self._keys(plans)
         replays: list[Replay] = []
         for number, key in enumerate(keys):
-            for seat, plan in zip(self._seats, plans, strict=True):
-                self._load(seat, plan, key, first=number == 0, decodes=_decodes(plans))
+            for rank_state, plan in zip(self._rank_states, plans, strict=True):
+                self._load(rank_state, plan, key, first=number == 0, decodes=_decodes(plans))
             replays += self._launch_on_all(key, plans)
         self._fetch_drafts(plans)
         self.in_flight.append(tuple(replays))
@@ -120,7 +120,7 @@ class DataParallelCore(EngineCore):
         return keys
 
     def _load(
-        self, seat: Seat, plan: Plan | None, key: GraphKey, *, first: bool, decodes: bool
+        self, rank_state: RankState, plan: Plan | None, key: GraphKey, *, first: bool, decodes: bool
     ) -> None:
         """Load a rank's changes before a graph is replayed.
 
@@ -129,25 +129,27 @@ class DataParallelCore(EngineCore):
         """
         updates: dict[str, Any] = {}
         if first:
-            changes = _rank_plan(seat, plan, decodes=decodes)
-            updates = self._updates(changes, seat.scheduler.slots, seat.runtime)
+            changes = _rank_plan(rank_state, plan, decodes=decodes)
+            updates = self._updates(changes, rank_state.scheduler.slots, rank_state.runtime)
         if key.kind == "prefill":
-            updates |= self._chunk_updates(seat, plan, key)
+            updates |= self._chunk_updates(rank_state, plan, key)
         if updates:
-            seat.runtime.load(updates)
+            rank_state.runtime.load(updates)
             self.counters["loads"] += 1
         if first and plan is not None:
             if plan.swap_out or plan.swap_in:
-                seat.runtime.swap(len(plan.swap_out), len(plan.swap_in))
-            seat.runtime.copy_states(seat.scheduler.reuse.states.before)
+                rank_state.runtime.swap(len(plan.swap_out), len(plan.swap_in))
+            rank_state.runtime.copy_states(rank_state.scheduler.reuse.states.before)
 
-    def _chunk_updates(self, seat: Seat, plan: Plan | None, key: GraphKey) -> dict[str, Any]:
+    def _chunk_updates(
+        self, rank_state: RankState, plan: Plan | None, key: GraphKey
+    ) -> dict[str, Any]:
         """Fields that feed the rank's chunk to this graph, or clear the chunk fed before."""
         chunk = self._chunk(plan, key)
         if chunk is not None:
-            seat.fed = True
+            rank_state.fed = True
             return chunk_updates(chunk, speculative=self.memory.tokens_per_step > 1)
-        fed, seat.fed = seat.fed, False
+        fed, rank_state.fed = rank_state.fed, False
         return NO_CHUNK if fed else {}
 
     def _chunk(self, plan: Plan | None, key: GraphKey) -> PrefillChunk | None:
@@ -164,8 +166,8 @@ class DataParallelCore(EngineCore):
         self._run(key, replays)
         if key.kind == "prefill":
             for replay in replays:
-                seat = self._seats[replay.rank]
-                seat.runtime.copy_states(seat.scheduler.reuse.states.after)
+                rank_state = self._rank_states[replay.rank]
+                rank_state.runtime.copy_states(rank_state.scheduler.reuse.states.after)
         return replays
 
     def _replay_of(self, rank: int, plan: Plan | None, key: GraphKey) -> Replay | None:
@@ -186,13 +188,13 @@ class DataParallelCore(EngineCore):
 
     def _fetch_drafts(self, plans: Plans) -> None:
         """Fetch the drafts of each rank whose grammar masks depend on them."""
-        for seat, plan in zip(self._seats, plans, strict=True):
-            if plan is not None and plan.masks_changed and seat.scheduler.guided:
+        for rank_state, plan in zip(self._rank_states, plans, strict=True):
+            if plan is not None and plan.masks_changed and rank_state.scheduler.guided:
                 self.counters["guided/steps"] += 1
-                seat.runtime.fetch_drafts()
+                rank_state.runtime.fetch_drafts()
 
     def _waits_of(self, replay: Replay) -> Waits:
-        return self._seats[replay.rank].runtime
+        return self._rank_states[replay.rank].runtime
 
     def _together(self, records: list[Collected]) -> list[Collected]:
         return [
@@ -209,14 +211,14 @@ def _decodes(plans: Plans) -> bool:
     return any(plan.rows for plan in _live(plans))
 
 
-def _rank_plan(seat: Seat, plan: Plan | None, *, decodes: bool) -> Plan:
-    """The changes of a step on a rank, without its chunk; rows are compared with `seat.rows`, those
-    of the rank's last decode.
+def _rank_plan(rank_state: RankState, plan: Plan | None, *, decodes: bool) -> Plan:
+    """The changes of a step on a rank, without its chunk; rows are compared with those of the
+    rank's last decode, `rank_state.rows`.
     """
     changes = NOTHING if plan is None else plan
-    changed = decodes and changes.rows != seat.rows
+    changed = decodes and changes.rows != rank_state.rows
     if changed:
-        seat.rows = changes.rows
+        rank_state.rows = changes.rows
     if changes.prefill is None and changes.rows_changed == changed:
         return changes
     return replace(changes, prefill=None, rows_changed=changed)
