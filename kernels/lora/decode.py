@@ -6,9 +6,9 @@ scale * B of that. The product's own kernel adds the result before its epilogue
 without adapters. A lane's sums are formed in an order that follows from the sizes of the slots
 alone.
 
-Both launches are short, and the product's weights are long in coming. So both start the next launch
-before they wait: the product then reads its first weights while the kernel before all three still
-runs, as it would without adapters. Both have A and B in registers before they wait.
+Both launches are short, and the product's weights are long in coming. So with `starts_early` both
+start the next launch before they wait: the product then reads its first weights while the kernel
+before all three still runs, as it would without adapters. They have A and B in registers by then.
 
 Letters as in `slots.py`, and: T groups of squares.
 """
@@ -33,15 +33,19 @@ _WARP_COLUMNS = 2048
 _BLOCK_M = 128
 
 
-def lora_delta(call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor) -> torch.Tensor:
+def lora_delta(
+    call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor, *, starts_early: bool = False
+) -> torch.Tensor:
     """New float32 `[N, M]`: scale * B (A x / rms) for the adapter of each live lane's slot.
 
     Two kernels on the current stream, without a host sync. Sums are float32. Lanes without an
     adapter get -0.0; padded lanes are neither read nor written.
 
-    call       the product: x, squares, eps, slots of lanes and launch options are read
-    slots      the matrices of the product's weight
-    adapter_S  int32 by slot of a request: the slot of its adapter, -1: none
+    call          the product: x, squares, eps, slots of lanes and launch options are read
+    slots         the matrices of the product's weight
+    adapter_S     int32 by slot of a request: the slot of its adapter, -1: none
+    starts_early  whether the kernels start the next launch before they wait: only if the launch
+                  before does not write the slots of lanes
 
     ValueError for a shape or dtype that does not fit.
     """
@@ -73,6 +77,7 @@ def lora_delta(call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor) -> t
         RANK=slots.rank,
         PARTS=slots.parts,
         BLOCK_K=columns,
+        STARTS_EARLY=starts_early,
         num_warps=min(16, max(4, columns // _WARP_COLUMNS)),
         **options,
     )
@@ -88,6 +93,7 @@ def lora_delta(call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor) -> t
         PARTS=slots.parts,
         BLOCK_M=_BLOCK_M,
         BLOCK_R=triton.next_power_of_2(slots.rank),
+        STARTS_EARLY=starts_early,
         num_warps=4,
         **options,
     )
@@ -119,20 +125,25 @@ def _shrink_lanes_kernel(
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and row of A."""
     ROWS: tl.constexpr = PARTS * RANK
     lane, row = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    start_next(PDL)
+    if STARTS_EARLY:
+        start_next(PDL)
+    else:
+        wait_for_inputs(PDL)
     adapter = adapter_of(slot_ptr, adapter_ptr, lane)
     adapted = adapter >= 0
     matrix_ptr = down_ptr + (adapter.to(tl.int64) * ROWS + row) * K
     down = tl.load(matrix_ptr + k, mask=(k < K) & adapted, other=0.0)
     scale_ptrs = scale_ptr + adapter * PARTS + row // RANK
     scale = tl.load(scale_ptrs, mask=adapted, other=0.0)
-    wait_for_inputs(PDL, OVERLAP=False)
+    if STARTS_EARLY:
+        wait_for_inputs(PDL, OVERLAP=False)
     if adapted:
         lane_ptr = x_ptr + lane.to(tl.int64) * x_stride
         x = tl.load(lane_ptr + k, mask=k < K, other=0.0).to(tl.float32)
@@ -157,19 +168,24 @@ def _expand_lanes_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_M weight rows."""
     lane = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
-    start_next(PDL)
+    if STARTS_EARLY:
+        start_next(PDL)
+    else:
+        wait_for_inputs(PDL)
     part = tl.load(part_ptr + m, mask=m < M, other=0)
     adapter = adapter_of(slot_ptr, adapter_ptr, lane)
     there = ((m < M) & (adapter >= 0))[:, None] & (r < RANK)[None, :]
     row_ptrs = up_ptr + (adapter.to(tl.int64) * M + m) * RANK
     up = tl.load(row_ptrs[:, None] + r[None, :], mask=there, other=0.0)
-    wait_for_inputs(PDL, OVERLAP=False)
+    if STARTS_EARLY:
+        wait_for_inputs(PDL, OVERLAP=False)
     of_part = between_ptr + lane * (PARTS * RANK) + part * RANK
     between = tl.load(of_part[:, None] + r[None, :], mask=there, other=0.0)
     y = tl.sum(up.to(tl.float32) * between, axis=1)

@@ -44,7 +44,8 @@ class AdapterTable:
     Adapters are copied into slots, whose addresses never change: graphs that were captured before
     serve them. A weight is found by identity, so whoever multiplies by it needs no name.
 
-    linears  weights that adapters can change; those that `sizes` leaves out get no slots
+    linears  weights that adapters can change, in the order of a step; those that `sizes` leaves out
+             get no slots
     """
 
     def __init__(
@@ -65,6 +66,11 @@ class AdapterTable:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(slots.nbytes for _, slots in self._held.values())
+
+    @property
+    def first(self) -> LoraSlots | None:
+        """The slots that a step uses first; None: there are none."""
+        return next((slots for _, slots in self._held.values()), None)
 
     def of(self, weight: AnyWeight) -> LoraSlots | None:
         """The slots beside a weight; None: no adapter changes it."""
@@ -143,7 +149,10 @@ class LaneAdapters(NamedTuple):
         slots = self.table.of(call.weight_MK)
         if slots is None:
             return call
-        return call._replace(delta_NM=lora_delta(call, slots, self.of_slot_S))
+        # The launch before the first product writes the slots of lanes, which both launches read.
+        starts_early = slots is not self.table.first
+        delta = lora_delta(call, slots, self.of_slot_S, starts_early=starts_early)
+        return call._replace(delta_NM=delta)
 
     def chunk_delta(self, x_TK: Tensor, weight: AnyWeight, *, pdl: bool) -> Tensor | None:
         """New `[T, M]`: what the chunk's adapter adds to a product; None: no adapter changes it."""

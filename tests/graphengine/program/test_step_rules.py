@@ -17,7 +17,7 @@ import triton.language as tl
 from engines.family_configs import CONFIGS, config_of
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.op import Op
-from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.core.pdl import start_next, wait_for_inputs
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP, DFlash, Eagle3, NGram, Suffix
 from launches.step_rules import TorchCall, faults, record, steps_of
@@ -97,8 +97,9 @@ def _copy_kernel(slot_ptr, x_ptr, outputs, out_ptr, EARLY: tl.constexpr, PDL: tl
 
 
 @triton.jit
-def _expand_lanes_kernel(slot_ptr, x_ptr, out_ptr, PDL: tl.constexpr):
-    """Named like one that starts the next launch before it waits."""
+def _early_kernel(slot_ptr, x_ptr, out_ptr, STARTS_EARLY: tl.constexpr, PDL: tl.constexpr):
+    if STARTS_EARLY:
+        start_next(PDL)
     wait_for_inputs(PDL, OVERLAP=False)
     tl.store(out_ptr, tl.load(x_ptr) + tl.load(slot_ptr))
 
@@ -117,8 +118,8 @@ def op(x: torch.Tensor, out: torch.Tensor, **other: Any) -> Op:
 
 
 def starting_early(x: torch.Tensor, out: torch.Tensor) -> Op:
-    given = {"slot_ptr": tensor(torch.int32), "x_ptr": x, "out_ptr": out, "PDL": True}
-    return Op(_expand_lanes_kernel, (1,), given, {}, pdl=True)
+    given = {"slot_ptr": tensor(torch.int32), "x_ptr": x, "out_ptr": out}
+    return Op(_early_kernel, (1,), {**given, "STARTS_EARLY": True, "PDL": True}, {}, pdl=True)
 
 
 def test_planted_faults_are_found() -> None:

@@ -22,6 +22,7 @@ from graphengine import EngineConfig
 from graphengine.kernels.core.launching import UNINITIALISED
 from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.models.contract import ModelConfig
+from graphengine.opening.adapters import adapter_sizes
 from graphengine.opening.budget.memory import MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.loading import read_checkpoint
@@ -31,8 +32,6 @@ from graphengine.program.graph_key import GraphKey
 
 # The only kernel that stores before it waits; `kernels/core/pdl.py` has the reason.
 STORES_EARLY = "_take_sums_kernel"
-# Those that start the next launch before they wait.
-START_EARLY = {STORES_EARLY, "_shrink_lanes_kernel", "_expand_lanes_kernel"}
 # What the next norm needs of a stream: each launch that adds to the stream writes it anew.
 _OF_STREAM = ("scaled", "squares")
 # Functions that make views, and read nothing.
@@ -47,7 +46,13 @@ def planned(subject: Subject, options: Mapping[str, Any]) -> tuple[ModelConfig, 
         model, drafter = found.model, found.drafter
     else:
         model, drafter = rounded_model(subject.model, config), random_drafter(subject, config)
-    plan = plan_memory(model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+    plan = plan_memory(
+        model,
+        config,
+        checkpoint_dtype=torch.bfloat16,
+        drafter=drafter,
+        adapters=adapter_sizes(config, model),
+    )
     return model, drafter, plan
 
 
@@ -163,12 +168,17 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
     if decode and not slots and not lists:
         yield f"{op.name} does not know which lanes are padded"
     written = [tensors[name] for name in writes & tensors.keys()]
-    state.latest = written + (state.latest if op.name in START_EARLY else [])
+    state.latest = written + (state.latest if _starts_early(op) else [])
     for tensor in written:
         state.unread[_view(tensor)] = op.name
         state.written.add(_storage(tensor))
         if slots and tensor.dtype == torch.int32:
             state.with_slots.add(_storage(tensor))
+
+
+def _starts_early(op: Op) -> bool:
+    """Whether a launch starts the next one before it waits."""
+    return op.name == STORES_EARLY or bool(op.arguments.get("STARTS_EARLY"))
 
 
 def _forget(state: Checked, storages: set[int]) -> None:
