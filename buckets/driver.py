@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that a capture needs, called directly.
+"""The few functions of the CUDA driver that are needed here, called directly.
 
 cuda-bindings would do, but their first call asks the driver for every function that they know, and
 a sanitizer reports an error for each one that is newer than the driver. These are functions of the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 _STATUSES = ("none", "active", "invalidated")
@@ -28,64 +29,74 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuGraphUpload": (_HANDLE, _HANDLE),
     "cuGraphGetNodes": (_HANDLE, _HANDLES, _SIZE),
     "cuGraphNodeGetType": (_HANDLE, _ENUM),
+}
+_ERRORS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
 
 
-class Driver:
-    """`library` is libcuda, or stands in for it; AttributeError if it lacks a function.
+class Functions:
+    """Functions of `library`, which is libcuda or stands in for it; AttributeError if it lacks one.
 
-    RuntimeError, with the name of the error, where a function fails.
+    prototypes  the types of each function's arguments, by the name that the library exports
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, prototypes: Mapping[str, tuple[Any, ...]]) -> None:
         self._functions: dict[str, Any] = {}
-        for name, arguments in _PROTOTYPES.items():
+        for name, arguments in {**_ERRORS, **prototypes}.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
             self._functions[name] = function
 
-    def capture_status(self, stream: int) -> str:
-        """Whether the stream is captured: "none", "active" or "invalidated"."""
-        status = ctypes.c_int()
-        self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
-        return _STATUSES[status.value]
-
-    def begin_capture(self, stream: int) -> None:
-        """Begin a capture of this thread alone: other threads may use CUDA meanwhile."""
-        self._call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
-
-    def drop_capture(self, stream: int) -> None:
-        """End the stream's capture, which may be invalid, and free what there is of its graph."""
-        graph = ctypes.c_void_p()
-        if not self._functions["cuStreamEndCapture"](stream, ctypes.byref(graph)) and graph.value:
-            self._call("cuGraphDestroy", graph)
-
-    def upload(self, executable: int, stream: int) -> None:
-        """Queue the transfer of an instantiated graph to the device."""
-        self._call("cuGraphUpload", executable, stream)
-
-    def node_types(self, graph: int) -> list[int]:
-        """CUgraphNodeType of each node of a graph that is not instantiated."""
-        count = ctypes.c_size_t()
-        self._call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-        if not count.value:
-            return []
-        nodes = (ctypes.c_void_p * count.value)()
-        self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
-        found, kind = [], ctypes.c_int()
-        for node in nodes:
-            self._call("cuGraphNodeGetType", node, ctypes.byref(kind))
-            found.append(kind.value)
-        return found
-
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function. RuntimeError, with the name of the error, where it fails."""
         status = self._functions[name](*arguments)
         if status:
             text = ctypes.c_char_p()
             self._functions["cuGetErrorName"](status, ctypes.byref(text))
             said = text.value.decode() if text.value else f"CUresult {status}"
             raise RuntimeError(f"{name.removesuffix('_v2')} failed: {said}")
+
+
+class Driver(Functions):
+    """What a capture needs. RuntimeError, with the name of the error, where a function fails."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__(library, _PROTOTYPES)
+
+    def capture_status(self, stream: int) -> str:
+        """Whether the stream is captured: "none", "active" or "invalidated"."""
+        status = ctypes.c_int()
+        self.call("cuStreamIsCapturing", stream, ctypes.byref(status))
+        return _STATUSES[status.value]
+
+    def begin_capture(self, stream: int) -> None:
+        """Begin a capture of this thread alone: other threads may use CUDA meanwhile."""
+        self.call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
+
+    def drop_capture(self, stream: int) -> None:
+        """End the stream's capture, which may be invalid, and free what there is of its graph."""
+        graph = ctypes.c_void_p()
+        if not self._functions["cuStreamEndCapture"](stream, ctypes.byref(graph)) and graph.value:
+            self.call("cuGraphDestroy", graph)
+
+    def upload(self, executable: int, stream: int) -> None:
+        """Queue the transfer of an instantiated graph to the device."""
+        self.call("cuGraphUpload", executable, stream)
+
+    def node_types(self, graph: int) -> list[int]:
+        """CUgraphNodeType of each node of a graph that is not instantiated."""
+        count = ctypes.c_size_t()
+        self.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+        if not count.value:
+            return []
+        nodes = (ctypes.c_void_p * count.value)()
+        self.call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+        found, kind = [], ctypes.c_int()
+        for node in nodes:
+            self.call("cuGraphNodeGetType", node, ctypes.byref(kind))
+            found.append(kind.value)
+        return found
 
 
 @functools.cache

@@ -75,9 +75,13 @@ def _entries(module: ModuleType, name: str) -> Iterator[str]:
 
 
 def _methods(owner: type) -> Iterator[str]:
-    """A line for each public method and property that the class itself defines."""
+    """A line for each public method and property that the class defines, or a base that shares the
+    core's part of it.
+    """
     lines = []
-    for name, member in vars(owner).items():
+    bases = [base for base in owner.__mro__[1:] if base.__module__.startswith("graphengine.core.")]
+    members = {name: member for each in (*bases, owner) for name, member in vars(each).items()}
+    for name, member in members.items():
         if name.startswith("_"):
             continue
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member

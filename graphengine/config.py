@@ -318,6 +318,11 @@ class EngineConfig(RankOptions):
         doc="fraction of the device's free memory that the engine may use",
         flag=Flag(),
     )
+    releasable: bool = option(
+        False,
+        doc="""weights and KV cache lie in memory that `Engine.release_memory` gives back, and that
+        `Engine.restore_memory` has again at the same addresses""",
+    )
     max_waiting: int | None = option(
         None,
         at_least(1, or_none=True),

@@ -22,6 +22,7 @@ from graphengine.core.report import EngineReport, StepReport, describe_step, mak
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
 from graphengine.core.weight_updates import (
+    MemoryCalls,
     StaleDrafts,
     WeightSource,
     load_adapter,
@@ -54,7 +55,7 @@ from graphengine.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(MemoryCalls):
     """Decodes up to `max_batch` requests, each step one replay of a captured graph.
 
     In process and single-threaded: the thread that uses it first owns it, and a call from another
@@ -221,9 +222,8 @@ class Engine:
                     `prompt_logprobs_out`: a tensor of the caller's, float32 [tokens of the prompt,
                     `model.lm_head.shape[0]`] on the engine's device with dense rows. Row i gets the
                     log-probabilities of the whole vocabulary after token i, the log-softmax of the
-                    model's logits: the last row is that of the first new token. Nothing is copied.
-                    All rows are there with the request's first token, for work that is queued from
-                    then on. The request keeps the tensor alive, and so does the engine while a step
+                    model's logits. All are there with the request's first token, for work queued
+                    later. The request keeps the tensor alive, and so does the engine while a step
                     may write it: also after a cancel or a deadline, until `busy` is False
 
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;

@@ -198,6 +198,11 @@ class EngineOptions(TypedDict, total=False):
     memory_fraction: float
     """fraction of the device's free memory that the engine may use"""
 
+    releasable: bool
+    """weights and KV cache lie in memory that `Engine.release_memory` gives back, and that
+    `Engine.restore_memory` has again at the same addresses
+    """
+
     max_waiting: int | None
     """most requests that wait for a slot, not counting those that can start at once; one more is
     refused with `QueueFull`; None: no limit

@@ -70,6 +70,7 @@ ENGINE_GROUPS: Groups = {
         "kv_blocks",
         "swap_blocks",
         "window_rings",
+        "releasable",
     ),
     "Sessions and prefixes": ("prefix_caching", "session_blocks", "session_states"),
     "Speculation": (

@@ -45,11 +45,7 @@ from graphengine.program.fields import (
     takes_grids,
     takes_images,
 )
-from graphengine.program.graph_key import (
-    GraphKey,
-    chunk_key,
-    decode_key,
-)
+from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
 from graphengine.prompt_embeds import EmbedsSpec
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
@@ -161,6 +157,11 @@ class EngineCore:
     # Entry.
 
     def check_open(self) -> None:
+        """Like `check_usable`; ValueError also while weights or KV cache are released."""
+        self.check_usable()
+        self.weights.check_there()
+
+    def check_usable(self) -> None:
         """ValueError once closed; RuntimeError once broken, or if another thread owns it."""
         if self.closed:
             raise ValueError("the engine is closed")
@@ -307,11 +308,11 @@ class EngineCore:
 
     def settle(self, call: str) -> None:
         """Collect what is still in flight when no request is left: nothing then runs until the next
-        request.
+        request. Memory may be released.
 
         ValueError, with their number, while there are unfinished requests, and inside a step.
         """
-        self.check_open()
+        self.check_usable()
         if self._busy_in is not None:
             raise ValueError(f"{call}() called from inside {self._busy_in}, by an event callback")
         if self.scheduler.busy:

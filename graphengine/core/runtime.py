@@ -95,6 +95,7 @@ class Runtime(SlotOperations, Waits):
                   not recorded
     program       the captured steps
     adapters      slots of adapters; None: there are none
+    cache_memory  the memory of all KV caches, if the engine can release it
     plans         the plan of each linear; `plan_sources` says where each came from
     graphs        graphs by key; `replaced` substitutes others
     captured      the graphs in the order of their capture; `captures` says what each took
@@ -130,7 +131,7 @@ class Runtime(SlotOperations, Waits):
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program = held.caches, held.program
         self.state_checkpoints = held.state_checkpoints
-        self.adapters = held.adapters
+        self.adapters, self.cache_memory = held.adapters, held.cache_memory
         self.stream = held.stream
         self._copies = self._watched = held.stream
         self.launched, self.data_room = 0, memory.load_bytes
@@ -466,7 +467,7 @@ class Runtime(SlotOperations, Waits):
         self.buffers.close()
         del self.graphs, self.captured, self.program, self.model, self.caches
         del self.state_checkpoints, self.adapters, self.masks, self.mailbox, self.logprobs
-        del self.routing, self.buffers
+        del self.routing, self.buffers, self.cache_memory
 
 
 def _read_cache(cache: Tensor, index: Tensor) -> Tensor:

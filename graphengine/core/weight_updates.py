@@ -1,25 +1,31 @@
-"""Updates the weights of an open engine in place, dropping kept KV and states; loads adapters."""
+"""Updates the weights of an open engine in place, dropping kept KV and states; loads adapters;
+releases the memory of weights and KV cache, and restores it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
 from graphengine.observe.tracing import span
 from graphengine.opening.adapters import open_adapter, whole_weights
 from graphengine.opening.draft_updating import checked_drafts
-from graphengine.opening.updating import LoadedWeights
+from graphengine.opening.releasable import ReleasableMemory, not_filled_by
+from graphengine.opening.updating import LoadedWeights, check_plain
 from graphengine.options.checks import is_int, shown, some
 from graphengine.requests.adapters import LoadedAdapter
 
 log = logging.getLogger(__name__)
 
 StaleDrafts = Literal["off", "keep"]
+ReleasedWeights = Literal["host", "drop"]
+WEIGHTS, KV_CACHE = "weights", "KV cache"
 WeightSource = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
 """Tensors by their names in a checkpoint, or the directory of a whole one."""
 
@@ -34,6 +40,8 @@ def update_weights(
 ) -> None:
     """Implements `Engine.update_weights`."""
     core.settle("update_weights")
+    if WEIGHTS in core.weights.released:
+        core.weights.check_there()
     if loaded is None:
         raise ValueError("update_weights() is for engines that from_pretrained has opened")
     if version is not None and (not is_int(version) or version < 0):
@@ -67,6 +75,7 @@ def update_weights(
         version = state.version  # The model is as it was.
     state.updated(given.values.keys(), None if version is None else int(version))
     state.given_drafts.update(() if drafts is None else drafts.values)
+    state.missing.difference_update(given.values)
     core.intake.weight_version = state.version
     state.stale_drafts = _stale_drafts(core, loaded)
     if state.drafts_off:
@@ -91,6 +100,97 @@ def _stale_drafts(core: EngineCore, loaded: LoadedWeights) -> str | None:
     if not missing:
         return None
     return f"{len(missing)} tensors of the drafter were not in the update, {some(missing)}"
+
+
+class MemoryCalls:
+    """The calls of an engine that release the memory of weights and KV cache, and restore it."""
+
+    core: EngineCore
+    _loaded: LoadedWeights | None
+
+    def release_memory(self, *, weights: ReleasedWeights = "host") -> int:
+        """Give the memory of weights and KV cache back to the device; returns how many bytes.
+
+        For a trainer on the same GPU, between two rollouts. Graphs stay, and with them all
+        addresses. What the engine keeps: graphs and their workspace, static fields, tables, and
+        copies of adapters and of recurrent states.
+
+        weights  "host" copies them to pinned memory, which the first release allocates and the
+                 engine then keeps; `restore_memory` copies them back. "drop" copies nothing of a
+                 checkpoint's: before the next request, `update_weights` has to bring all of its
+                 tensors, in one call or in several. A drafter with a checkpoint of its own is
+                 copied to the host all the same
+
+        As with `update_weights`, kept KV is dropped: cached prefixes are forgotten, and sessions
+        keep their tokens and are `evicted`, so that their next turn prefills them. Until
+        `restore_memory`, calls that need the device are a ValueError, and tensors of weights or
+        `cache` that a caller holds must not be touched: on a GPU that is an illegal address.
+
+        ValueError in an engine that was opened without `releasable=True`, while requests are
+        unfinished, if all is released already, and for "drop" with a quantised checkpoint.
+        RuntimeError, with nothing released, if the host lacks the memory. It waits for the device.
+        """
+        core, state = self.core, self.core.weights
+        core.settle("release_memory")
+        loaded, memory, cache = _releasable(core, self._loaded, "release_memory")
+        if weights not in ("host", "drop"):
+            raise ValueError(f"weights={shown(weights)} must be 'host' or 'drop'")
+        if WEIGHTS in state.released:
+            raise ValueError("release_memory(): weights and KV cache are released already")
+        keep: Callable[[Tensor], bool] = lambda _: True  # noqa: E731
+        if weights == "drop":
+            check_plain(loaded.checkpoint)
+            keep = not_filled_by(loaded.filled())
+        core.drop_cached_kv()
+        core.runtime.synchronize()
+        with span("release memory"), core.runtime.on_stream():
+            released = memory.release(keep)
+            if KV_CACHE not in state.released:
+                released += cache.release(lambda _: False)
+        state.released = (WEIGHTS, KV_CACHE)
+        if weights == "drop":
+            state.missing = loaded.in_use()
+        if memory.device.type == "cuda":
+            torch.cuda.empty_cache()
+        core.counters["memory/releases"] += 1
+        return released
+
+    def restore_memory(self, *, kv_cache: bool = True) -> None:
+        """Undo `release_memory`, at the same addresses: the same graphs go on.
+
+        kv_cache  False restores only the weights, so that a trainer can hand over new ones with
+                  `update_weights` before it frees its own memory; another call restores the rest
+
+        ValueError if nothing is released. RuntimeError if the device lacks the memory: what is
+        missing is still released, and the call can be repeated. It waits for the device.
+        """
+        core, state = self.core, self.core.weights
+        core.settle("restore_memory")
+        _, memory, cache = _releasable(core, self._loaded, "restore_memory")
+        if not isinstance(kv_cache, bool):
+            raise ValueError(f"kv_cache={shown(kv_cache)} must be True or False")
+        if not (state.released if kv_cache else WEIGHTS in state.released):
+            raise ValueError("restore_memory(): nothing is released")
+        with span("restore memory"), core.runtime.on_stream():
+            if WEIGHTS in state.released:
+                memory.restore()
+                state.released = (KV_CACHE,)
+            if kv_cache:
+                cache.restore()
+                state.released = ()
+        core.runtime.synchronize()
+
+
+def _releasable(
+    core: EngineCore, loaded: LoadedWeights | None, call: str
+) -> tuple[LoadedWeights, ReleasableMemory, ReleasableMemory]:
+    """Where the weights came from, their memory, and the KV caches'."""
+    cache = core.runtime.cache_memory
+    if loaded is None or loaded.memory is None or cache is None:
+        raise ValueError(
+            f"{call}() is for an engine that from_pretrained has opened with releasable=True"
+        )
+    return loaded, loaded.memory, cache
 
 
 def load_adapter(

@@ -35,6 +35,7 @@ from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory, Records, new_records
+from graphengine.opening.releasable import ReleasableMemory, allocating, releasable_memory
 from graphengine.opening.state_checkpoint_tensors import StateCheckpointTensors
 from graphengine.program.early_stage import EarlyStage
 from graphengine.program.fields import (
@@ -71,6 +72,7 @@ class Allocation:
     state_checkpoints
              places for the states of recurrent layers
     adapters slots of adapters; None: there are none
+    cache_memory  the memory of all KV caches, if the engine can release it
     stream   the stream of all replays and copies; None on a CPU
     """
 
@@ -85,6 +87,7 @@ class Allocation:
     state_checkpoints: StateCheckpointTensors
     program: StepProgram
     adapters: AdapterTable | None
+    cache_memory: ReleasableMemory | None
     stream: torch.cuda.Stream | None
 
 
@@ -108,8 +111,10 @@ def allocate(
     )
     buffers = _new_buffers(model, memory, config, drafter)
     held = new_records(config, memory, records)
-    target, own = _new_caches(model, memory, drafter)
-    states = _new_states(model, memory, buffers, target[0])
+    cache_memory = releasable_memory(memory.device, releasable=config.releasable)
+    with allocating(cache_memory):
+        target, own = _new_caches(model, memory, drafter)
+        states = _new_states(model, memory, buffers, target[0])
     setting = _new_setting(model, memory, config, drafter, plans, buffers, group)
     drafter.open(setting, own[0])
     adapters = _new_adapters(model, memory)
@@ -137,6 +142,7 @@ def allocate(
         ),
         program=program,
         adapters=adapters,
+        cache_memory=cache_memory,
         stream=stream,
     )
 

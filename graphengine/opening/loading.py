@@ -37,6 +37,7 @@ from graphengine.opening.adapters import adapter_sizes
 from graphengine.opening.budget.footprint import plan_with_footprint
 from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
+from graphengine.opening.releasable import allocating, releasable_memory
 from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 
@@ -192,11 +193,15 @@ def load_checkpoint(
         contents.eos_ids,
         contents.calibration,
     )
+    held = releasable_memory(memory.device, releasable=config.releasable)
     with span("load"):
-        weights = model_config.allocate(device=config.device, dtype=memory.dtype)
+        with allocating(held):
+            weights = model_config.allocate(device=config.device, dtype=memory.dtype)
+            families = config.family, config.chain_family
+            drafted_wanted = drafter.allocate(memory.device, memory.dtype, *families)
         wanted = destinations(checkpoint, weights)
         targets = {*wanted}
-        wanted |= drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
+        wanted |= drafted_wanted
         linears = weights.linears()
         all_wanted, all_linears = {*wanted}, linears + drafter.linears()
         if model_config is not whole:
@@ -237,6 +242,7 @@ def load_checkpoint(
         all_packed=_packed(all_linears),
         drafted=all_wanted - targets,
         adaptable=_adaptable(weights, linears),
+        memory=held,
     )
     return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
 

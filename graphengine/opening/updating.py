@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
 from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.checkpoints.stored import load_weights, read_model, with_state_dtype
@@ -26,6 +27,7 @@ from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.weights import Destinations, StoredLinear
+from graphengine.opening.releasable import ReleasableMemory
 from graphengine.options.checks import some
 
 _HEAD = f"{HEAD}.weight"
@@ -43,6 +45,7 @@ class LoadedWeights:
     all_packed   `packed` of all ranks together; its linears may be on the device "meta"
     drafted      names of the tensors that only the drafter wants; packed ones are left out
     adaptable    the weights that adapters can change, with the cuts of this rank
+    memory       the memory of all weights, if the engine can release it
     """
 
     checkpoint: Checkpoint
@@ -53,6 +56,7 @@ class LoadedWeights:
     all_packed: Sequence[StoredLinear]
     drafted: Collection[str] = ()
     adaptable: Sequence[StoredLinear] = ()
+    memory: ReleasableMemory | None = None
 
     def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
         """All tensors of another checkpoint of the same model, checked.
@@ -117,6 +121,23 @@ class LoadedWeights:
         linears = self._made_of(given.values, self.packed)
         load_weights(given, wanted, linears, self.whole.embedding_name)
 
+    def filled(self) -> list[Tensor]:
+        """The tensors that an update of all that is in use fills, each of them whole."""
+        tensors: list[Tensor] = []
+        for found in self.wanted.values():
+            several = [found] if isinstance(found, Tensor | ReorderedTensor) else found
+            tensors += [
+                each.tensor if isinstance(each, ReorderedTensor) else each for each in several
+            ]
+        for linear in self.packed:
+            assert isinstance(linear.weight, PackedWeight), f"{linear.parts=}"
+            tensors += [each for each in linear.weight if isinstance(each, Tensor)]
+        return tensors
+
+    def in_use(self) -> set[str]:
+        """Names of all tensors that an update must bring to replace every weight."""
+        return self._in_use(self.checkpoint.tensors)
+
     def used(self, given: GivenTensors) -> tuple[dict[str, Tensor], bool]:
         """The tensors that some rank uses, and whether they are all the tensors in use."""
         names = self._in_use(given.values)
@@ -129,14 +150,14 @@ class LoadedWeights:
     def _embedding(self) -> str:
         return f"{self.whole.embedding_name}.weight"
 
-    def _sources(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> list[str]:
+    def _sources(self, linear: StoredLinear, values: Collection[str]) -> list[str]:
         """Names of the tensors that a rounded weight is made from; for a tied lm_head, the name
         among the values.
         """
         stored = values if self.whole.tie_embeddings else self.checkpoint.tensors
         return rounded_names(linear, stored, self.whole.embedding_name)
 
-    def _in_use(self, values: Mapping[str, Tensor]) -> set[str]:
+    def _in_use(self, values: Collection[str]) -> set[str]:
         """Names of all tensors that some rank uses; of two tied weights, the one that is loaded."""
         packed = {name for each in self.all_packed for name in self._sources(each, values)}
         return packed | {*self.all_wanted}

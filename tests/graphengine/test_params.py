@@ -309,6 +309,7 @@ def test_engine_defaults() -> None:
         "window_rings": True,
         "lookahead": None,
         "memory_fraction": 0.9,
+        "releasable": False,
         "max_waiting": None,
         "max_stop_ids": 16,
         "max_logit_bias": 300,

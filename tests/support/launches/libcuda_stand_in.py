@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from graphengine.buckets.driver import _PROTOTYPES
+from graphengine.buckets.driver import _ERRORS, _PROTOTYPES
 
 
-def driver_library(**functions: Callable[..., int]) -> Any:
-    """A library with these functions; all others of the driver fail with CUresult 999."""
+def driver_library(
+    prototypes: Mapping[str, tuple[Any, ...]] = _PROTOTYPES, /, **functions: Callable[..., int]
+) -> Any:
+    """A library with these functions; all others of the prototypes fail with CUresult 999."""
 
     def fails(*arguments: object) -> int:
         return 999
@@ -19,6 +21,6 @@ def driver_library(**functions: Callable[..., int]) -> Any:
     return SimpleNamespace(
         **{
             name: ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(functions.get(name, fails))
-            for name, arguments in _PROTOTYPES.items()
+            for name, arguments in (_ERRORS | prototypes).items()
         }
     )

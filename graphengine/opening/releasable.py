@@ -1,0 +1,151 @@
+"""Memory of an engine that it can release and restore: weights, and KV caches.
+
+Blocks allocate their tensors with `torch.empty` and `torch.zeros`. Inside `allocating` these take
+pages that can be given back (`buckets/pages.py`), at addresses that stay. Nothing else of an engine
+is in such pages: static fields, tables and what graphs use keep their memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from graphengine.buckets.pages import new_pages
+
+_PIECE = 2**30
+"""Bytes of a piece of the host's copy. torch rounds what it pins up to a power of two."""
+
+
+class ReleasableMemory:
+    """Memory on `device`: all that `allocating` has allocated there.
+
+    nbytes  bytes of its tensors
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pages = new_pages(device)
+        self._blocks: list[Tensor] = []
+        self._saved: list[Tensor] = []
+        self._host: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(block) for block in self._blocks)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the device that it takes now; whole pages."""
+        return self._pages.nbytes
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor."""
+        block = self._pages.take(prod(shape) * dtype.itemsize)
+        self._blocks.append(block)
+        return block.view(dtype).view(tuple(shape))
+
+    def release(self, keep: Callable[[Tensor], bool]) -> int:
+        """Give all pages back; returns how many bytes. Nothing may be queued on them.
+
+        Blocks for which `keep` is true are copied to the host first, and back by `restore`: uint8
+        tensors, each the memory of one tensor that was allocated. The host's copy, pinned on a GPU,
+        is made by the first release and kept for the next ones.
+        """
+        self._saved = [block for block in self._blocks if keep(block)]
+        self._host += self._new_pieces(sum(map(len, self._saved)) - sum(map(len, self._host)))
+        for saved, host in self._parts():
+            host.copy_(saved)
+        released = self.held
+        self._pages.give_back()
+        return released
+
+    def restore(self) -> None:
+        """Have pages again: what was kept is as it was, all else is 0.
+
+        RuntimeError, with nothing restored, where there is too little memory.
+        """
+        self._pages.have_again()
+        kept = {id(block) for block in self._saved}
+        for block in self._blocks:
+            if id(block) not in kept:
+                block.zero_()
+        for saved, host in self._parts():
+            saved.copy_(host)
+
+    def _new_pieces(self, nbytes: int) -> list[Tensor]:
+        sizes = [_PIECE] * (-(-nbytes // _PIECE))
+        pin = self.device.type == "cuda"
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of a kept block, with its place on the host."""
+        pieces = iter(self._host)
+        host = torch.empty(0, dtype=torch.uint8)
+        for block in self._saved:
+            while len(block):
+                if not len(host):
+                    host = next(pieces)
+                size = min(len(block), len(host))
+                yield block[:size], host[:size]
+                block, host = block[size:], host[size:]
+
+
+def releasable_memory(device: torch.device, *, releasable: bool) -> ReleasableMemory | None:
+    """Memory for an engine that can release it; None for one that cannot."""
+    return ReleasableMemory(device) if releasable else None
+
+
+def allocating(memory: ReleasableMemory | None) -> AbstractContextManager[object]:
+    """A context in which `torch.empty` and `torch.zeros` take this memory, if any, on its device.
+
+    Only calls that name the device do.
+    """
+    return nullcontext() if memory is None else _Allocating(memory)
+
+
+class _Allocating(TorchFunctionMode):
+    """Replaces the memory of new tensors."""
+
+    def __init__(self, memory: ReleasableMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func not in (torch.empty, torch.zeros) or not self._here(given.get("device")):
+            return func(*args, **given)
+        shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+        made = self._memory.new(shape, given.get("dtype") or torch.get_default_dtype())
+        return made.zero_() if func is torch.zeros else made
+
+    def _here(self, device: object) -> bool:
+        if device is None:
+            return False
+        named, own = torch.device(str(device)), self._memory.device
+        return named.type == own.type and named.index in (None, own.index)
+
+
+def not_filled_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+    """Whether a block has bytes that none of these tensors has, which do not overlap."""
+    places = {(each.data_ptr(), each.shape, each.stride()): each for each in tensors}
+    starts = sorted((each.data_ptr(), each.nbytes) for each in places.values())
+
+    def keep(block: Tensor) -> bool:
+        first = bisect_left(starts, (block.data_ptr(), 0))
+        stop = bisect_left(starts, (block.data_ptr() + len(block), 0))
+        return sum(nbytes for _, nbytes in starts[first:stop]) < len(block)
+
+    return keep
