@@ -35,6 +35,7 @@ from graphengine.kernels.norm_rope.embedding import GIVEN
 from graphengine.options.checks import is_int, is_number
 from graphengine.options.prefill_cut import PrefillCut
 
+_MOST_STEP = 1e6
 EMBEDDED = -1
 """The id of a position that has an embedding and no token."""
 
@@ -164,6 +165,18 @@ class Embeds:
             counts[max(begin - first, 0) : max(end - first, 0)] = end
         return counts
 
+    def places(self) -> tuple[Place, ...]:
+        """The runs without their rows, if one is a grid or an image; else none.
+
+        A sequence ends inside a grid at most, and not inside an image: each run is a whole one, or
+        its beginning.
+        """
+        if not self.has_grids() and not self.images():
+            return ()
+        return tuple(
+            Place(run.start, len(run.rows), run.grid, run.image is not None) for run in self.runs
+        )
+
     def has_grids(self) -> bool:
         return any(run.grid is not None for run in self.runs)
 
@@ -229,6 +242,55 @@ def _key(place: bytes) -> bytes:
 NO_EMBEDS = Embeds()
 
 
+class Place(NamedTuple):
+    """A run without its rows, as snapshots keep it: `length` embeddings from position `start` on.
+
+    grid   their places, from its first one on; None: they follow one another as tokens do
+    image  whether they are an image, and see each other
+    """
+
+    start: int
+    length: int
+    grid: Grid | None
+    image: bool
+
+
+def placed_embeds(places: Sequence[Place], ids: Sequence[int], rows: Tensor) -> Embeds:
+    """Put the rows that `Embeds.rows` returned back at these places of `ids`.
+
+    ValueError for places that these ids do not have, and for wrong grids.
+    """
+    for place in places:
+        grid = place.grid
+        if grid is not None and not (
+            all(map(_is_size, grid[:3])) and is_number(grid.step) and 0 <= grid.step <= _MOST_STEP
+        ):
+            raise ValueError(f"{grid} must have sizes of 1 or more, and a step from 0 to 1e6")
+        if grid is not None and place.length > grid.size:
+            raise ValueError(f"{place.length} embeddings for the {grid.size} places of {grid}")
+    found = [
+        position for each in places for position in range(each.start, each.start + each.length)
+    ]
+    wanted = [position for position, token in enumerate(ids) if token == EMBEDDED]
+    if found != wanted or len(rows) != len(wanted):
+        raise ValueError(
+            f"{len(rows)} embeddings at {len(found)} places, the first of them {found[:3]}, for "
+            f"{len(wanted)} positions without a token, the first of them {wanted[:3]}"
+        )
+    parts = torch.split(rows, [each.length for each in places])
+    return Embeds(
+        tuple(
+            Run(each.start, part, each.grid, 0, _image_of(part) if each.image else None)
+            for each, part in zip(places, parts, strict=True)
+        )
+    )
+
+
+def _image_of(rows: Tensor) -> Image:
+    digest = hashlib.blake2b(rows.contiguous().view(torch.uint8).numpy().data, digest_size=16)
+    return Image(len(rows), digest.digest())
+
+
 class PromptTokens(NamedTuple):
     """A prompt as it is fed: `EMBEDDED` among the ids stands for each of the embeddings."""
 
@@ -279,8 +341,7 @@ def image_at(part: ImageEmbeds, position: int, spec: EmbedsSpec | None) -> Embed
             f"an image of {size} embeddings at position {position} is fed in one chunk, and a "
             f"chunk has at most {most} tokens there: open the engine with larger prefill_buckets"
         )
-    digest = hashlib.blake2b(run.rows.view(torch.uint8).numpy().data, digest_size=16).digest()
-    return Embeds((run._replace(image=Image(size, digest)),))
+    return Embeds((run._replace(image=_image_of(run.rows)),))
 
 
 def _shape_of(rows: object) -> str:
@@ -339,7 +400,7 @@ def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
     if not isinstance(grid, tuple | list) or len(grid) != 3 or not all(map(_is_size, grid)):
         raise ValueError(f"grid={grid!r} must be three sizes of 1 or more: time, height and width")
     step = part.time_step
-    if not is_number(step) or not 0 <= step <= 1e6:
+    if not is_number(step) or not 0 <= step <= _MOST_STEP:
         raise ValueError(f"time_step={step!r} must be a number from 0 to 1e6")
     time, height, width = map(int, grid)
     placed = Grid(time, height, width, float(step))

@@ -46,7 +46,6 @@ from graphengine.prompt_embeds import (
     NO_EMBEDS,
     Embeds,
     PromptTokens,
-    embeds_of,
 )
 from graphengine.prompts import Prompt, token_ids_of
 from graphengine.requests.context import Context
@@ -77,8 +76,9 @@ class Session:
         adapter: str | None = None,
     ) -> None:
         self._adapter = adapter
+        loaded = core.intake.adapters.find(adapter)
         # Which load of the adapter the kept KV is of; 0: of the base model alone.
-        self._generation = 0
+        self._generation = 0 if loaded is None else loaded.generation
         self._core = core
         self._tokens = tokens
         self._embeds = embeds
@@ -297,26 +297,18 @@ class Session:
         Waits for the device. `Engine.restore_session` makes a session from either, in this process
         or another. No KV is copied where layers keep theirs in rings (`EngineConfig.window_rings`):
         the first turn of the restored session prefills everything. OSError where the file cannot be
-        written; it appears whole or not at all. ValueError with `data_parallel`.
+        written; it appears whole or not at all. ValueError with `data_parallel`, and if the
+        session's adapter is not loaded.
         """
         self._check_idle()
         _check_snapshots(self._core)
-        if self._adapter is not None:
-            raise ValueError(
-                f"the session's KV belongs to adapter {self._adapter!r}, which a snapshot cannot "
-                f"hold"
-            )
+        # KV of another load of the adapter goes.
+        self._settle_adapter({})
+        adapter = self._core.intake.adapters.find(self._adapter)
         reuse, context = self._reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
-        for held, what in (
-            (self._embeds.has_grids(), "a grid of embeddings"),
-            (self._embeds.images(), "an image of embeddings that see each other"),
-        ):
-            if held:
-                raise ValueError(f"the session has {what}, which a snapshot cannot hold")
-        rows = self._embeds.rows() if self._embeds else None
-        made = copy_out(self._core, self._tokens, rows, blocks, state)
+        made = copy_out(self._core, self._tokens, self._embeds, blocks, state, adapter)
         if path is not None:
             made.save(path)
         return made
@@ -382,7 +374,7 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
         raise ValueError(f"source={source!r} must be a SessionSnapshot, or the path of one")
     source.check(core)
     vocab_size, limit = core.runtime.model.config.vocab_size, core.memory.max_seq_len
-    embeds = NO_EMBEDS if source.embeds is None else embeds_of(source.token_ids, source.embeds)
+    embeds = source.embeddings(core.intake.embeds)
     tokens = token_ids_of(
         # A position with an embedding is not checked as a token.
         [0 if embeds and token == EMBEDDED else token for token in source.token_ids],
@@ -399,6 +391,7 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
         position=source.position,
         states=source.states,
         embeds=embeds,
+        adapter=None if source.adapter is None else source.adapter[0],
     )
 
 
@@ -411,6 +404,7 @@ def session_of(
     position: int = 0,
     states: Sequence[Tensor] = (),
     embeds: Embeds = NO_EMBEDS,
+    adapter: str | None = None,
 ) -> Session:
     """A session of these tokens; `write` fills the `count` blocks that hold its first tokens' KV.
 
@@ -447,7 +441,7 @@ def session_of(
                 reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
-    return Session(core, list(token_ids), context, embeds)
+    return Session(core, list(token_ids), context, embeds, adapter)
 
 
 def _check_sessions(core: EngineCore) -> None:

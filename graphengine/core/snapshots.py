@@ -5,8 +5,9 @@ A file is in safetensors format. It holds `token_ids`, int64 [n]; `cache_0`, [la
 block_size, G, D] of the target; `cache_1` of the drafter if it has one; `state_0`, ..., the newest
 entries of each recurrent state; and `embeds`, [n, H], if n of the ids are -1, which stands for an
 embedding. The metadata hold, as JSON under `session`, the values that must be equal in an engine
-that continues the session, and SHA-256 digests of all this. The digests find damage and mix-ups,
-not tampering: they can be recomputed for a changed file.
+that continues the session, the places of grids and images among the embeddings, the adapter that
+KV belongs to, and SHA-256 digests of all this. The digests find damage and mix-ups, not tampering:
+they can be recomputed for a changed file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,17 @@ from graphengine.buckets import format_bytes
 from graphengine.core.engine_core import EngineCore
 from graphengine.models.checkpoints.tensor_files import save_whole
 from graphengine.options.checks import is_int
-from graphengine.prompt_embeds import EMBEDDED
+from graphengine.prompt_embeds import (
+    EMBEDDED,
+    NO_EMBEDS,
+    Embeds,
+    EmbedsSpec,
+    Grid,
+    Place,
+    embeds_of,
+    placed_embeds,
+)
+from graphengine.requests.adapters import LoadedAdapter
 from graphengine.requests.context import Context, StateCheckpoint
 from graphengine.speculative import describe
 
@@ -75,8 +86,12 @@ class SessionSnapshot:
     position   number of tokens that the states were computed from, and that have KV; 0 without
                states
     embeds     [n, H] of the positions whose id is -1, on the host; None: there is none
+    places     where grids, images and other embeddings lie; none if there is no grid or image
+    adapter    name of the adapter that KV belongs to, and a fingerprint of its matrices; None: the
+               base model alone
     digests    SHA-256 of "origin", "token_ids", "cache_0", ... when the snapshot was made; with
-               states also of "position", "state_0", ..., with embeddings of "embeds"
+               states also of "position", "state_0", ..., with embeddings of "embeds", and of
+               "places" and "adapter" where there are any
     """
 
     origin: Origin
@@ -86,6 +101,8 @@ class SessionSnapshot:
     states: tuple[Tensor, ...] = ()
     position: int = 0
     embeds: Tensor | None = None
+    places: tuple[Place, ...] = ()
+    adapter: tuple[str, str] | None = None
 
     def __repr__(self) -> str:
         size, model = format_bytes(self.nbytes), f"model={self.origin.model!r}"
@@ -99,18 +116,22 @@ class SessionSnapshot:
         caches: Sequence[Tensor],
         states: Sequence[Tensor] = (),
         position: int = 0,
-        embeds: Tensor | None = None,
+        embeds: Embeds = NO_EMBEDS,
+        adapter: tuple[str, str] | None = None,
     ) -> Self:
         """A snapshot with the digests of its parts."""
-        return cls(
+        made = cls(
             origin=origin,
             token_ids=tuple(token_ids),
             caches=tuple(caches),
             states=tuple(states),
             position=position,
-            embeds=embeds,
-            digests=dict(_digests(origin, token_ids, caches, states, position, embeds)),
+            embeds=embeds.rows() if embeds else None,
+            places=embeds.places(),
+            adapter=adapter,
+            digests={},
         )
+        return replace(made, digests=dict(_digests(made)))
 
     @property
     def blocks(self) -> int:
@@ -134,7 +155,11 @@ class SessionSnapshot:
         if self.embeds is not None:
             tensors["embeds"] = self.embeds
         tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
-        kept = {"position": self.position} if self.states else {}
+        kept: dict[str, object] = {"position": self.position} if self.states else {}
+        if self.places:
+            kept["places"] = self.places
+        if self.adapter is not None:
+            kept["adapter"] = self.adapter
         about = json.dumps(
             {"schema": _SCHEMA, **asdict(self.origin), **kept, "digests": dict(self.digests)}
         )
@@ -165,6 +190,7 @@ class SessionSnapshot:
                 # The tensors read are views of the mapped file, which others may change or
                 # truncate.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            places, adapter = _places_in(about), _adapter_in(about)
             origin, digests, position = _origin_in(about)
             caches = tuple(tensors[f"cache_{index}"] for index in range(len(origin.caches)))
             for index, (cache, shape) in enumerate(zip(caches, origin.caches, strict=True)):
@@ -184,6 +210,8 @@ class SessionSnapshot:
             states=states,
             position=position,
             embeds=tensors.get("embeds"),
+            places=places,
+            adapter=adapter,
             digests=digests,
         )
 
@@ -211,6 +239,7 @@ class SessionSnapshot:
             found = len(self.caches) if isinstance(self.caches, tuple | list) else self.caches
             raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
         self._check_embeds(core)
+        self._check_adapter(core)
         self._check_states(core)
         most, blocks = core.scheduler.home(Context()).reuse.whole_blocks(len(ids)), None
         if core.runtime.state_shapes:
@@ -255,6 +284,38 @@ class SessionSnapshot:
                 f"{spec.dtype} {list(wanted)}"
             )
 
+    def embeddings(self, spec: EmbedsSpec | None) -> Embeds:
+        """The embeddings at their places. ValueError for places that the engine does not take."""
+        if self.embeds is None or spec is None:
+            return NO_EMBEDS
+        if not self.places:
+            return embeds_of(self.token_ids, self.embeds)
+        for place in self.places:
+            if place.grid is not None and not spec.grids:
+                raise ValueError(
+                    f"the session has a grid of embeddings, {place.grid}: this engine takes none"
+                )
+            most = 0 if spec.images is None else spec.images.tokens(place.start)
+            if place.image and place.length > most:
+                raise ValueError(
+                    f"the session has an image of {place.length} embeddings at position "
+                    f"{place.start}: this engine takes at most {most} of one there"
+                )
+        return placed_embeds(self.places, self.token_ids, self.embeds)
+
+    def _check_adapter(self, core: EngineCore) -> None:
+        """ValueError, with both fingerprints, unless the engine has the session's adapter."""
+        if self.adapter is None:
+            return
+        name, wanted = self.adapter
+        loaded = core.intake.adapters.find(name)
+        if loaded is None or loaded.fingerprint != wanted:
+            found = None if loaded is None else loaded.fingerprint
+            raise ValueError(
+                f"the session's KV belongs to an adapter {name!r} with fingerprint {wanted}, the "
+                f"engine's has {found}"
+            )
+
     def _check_states(self, core: EngineCore) -> None:
         """ValueError, with both values, unless the states are like those that the engine keeps.
 
@@ -286,10 +347,7 @@ class SessionSnapshot:
 
     def _check_digests(self) -> None:
         """ValueError, naming the part, if a part has changed since the snapshot was made."""
-        parts = _digests(
-            self.origin, self.token_ids, self.caches, self.states, self.position, self.embeds
-        )
-        for name, found in parts:
+        for name, found in _digests(self):
             made = self.digests.get(name)
             if made != found:
                 raise ValueError(
@@ -298,23 +356,23 @@ class SessionSnapshot:
                 )
 
 
-def _digests(
-    origin: Origin,
-    token_ids: Sequence[int],
-    caches: Sequence[Tensor],
-    states: Sequence[Tensor],
-    position: int,
-    embeds: Tensor | None,
-) -> Iterator[tuple[str, str]]:
+def _digests(session: SessionSnapshot) -> Iterator[tuple[str, str]]:
     """The SHA-256 of each part of a snapshot; a tensor's includes its dtype and shape."""
-    about = json.dumps(asdict(origin), sort_keys=True)
-    yield "origin", hashlib.sha256(about.encode()).hexdigest()
-    yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
-    if states:
-        yield "position", hashlib.sha256(str(position).encode()).hexdigest()
-    if embeds is not None:
-        yield "embeds", _digest(embeds)
-    for kind, parts in (("cache", caches), ("state", states)):
+    texts = {
+        "origin": json.dumps(asdict(session.origin), sort_keys=True),
+        "token_ids": ",".join(map(str, session.token_ids)),
+    }
+    if session.states:
+        texts["position"] = str(session.position)
+    if session.places:
+        texts["places"] = json.dumps(session.places)
+    if session.adapter is not None:
+        texts["adapter"] = json.dumps(session.adapter)
+    for name, text in texts.items():
+        yield name, hashlib.sha256(text.encode()).hexdigest()
+    if session.embeds is not None:
+        yield "embeds", _digest(session.embeds)
+    for kind, parts in (("cache", session.caches), ("state", session.states)):
         for index, part in enumerate(parts):
             yield f"{kind}_{index}", _digest(part)
 
@@ -323,6 +381,27 @@ def _digest(part: Tensor) -> str:
     digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)} ".encode())
     digest.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _places_in(about: object) -> tuple[Place, ...]:
+    """The places in a file's metadata; an error of reading (`_UNREADABLE`) for anything else."""
+    given = about.get("places", ()) if isinstance(about, dict) else ()
+    found = []
+    for start, length, grid, image in given:
+        if not (is_int(start) and is_int(length) and length > 0 and isinstance(image, bool)):
+            raise ValueError(f"places={given!r:.99} in its metadata have a wrong type")
+        found.append(Place(start, length, None if grid is None else Grid(*grid), image))
+    return tuple(found)
+
+
+def _adapter_in(about: object) -> tuple[str, str] | None:
+    """The adapter in a file's metadata; ValueError, with the value, for anything else."""
+    given = about.get("adapter") if isinstance(about, dict) else None
+    if given is None:
+        return None
+    if not isinstance(given, list) or [type(each) for each in given] != [str, str]:
+        raise ValueError(f"adapter={given!r:.99} in its metadata must be a name and a fingerprint")
+    return given[0], given[1]
 
 
 def _origin_in(about: object) -> tuple[Origin, dict[str, str], int]:
@@ -338,6 +417,8 @@ def _origin_in(about: object) -> tuple[Origin, dict[str, str], int]:
             f"it has schema {schema!r:.99}, not {_SCHEMA}: this version reads no other, and those "
             f"before 3 have no digests of what they hold"
         )
+    for name in ("places", "adapter"):
+        about.pop(name, None)
     position = about.pop("position", 0)
     if not is_int(position) or position < 0:
         raise ValueError(f"position={position!r:.99} in its metadata must be an integer from 0 up")
@@ -393,17 +474,21 @@ def _dtypes(core: EngineCore) -> str:
 def copy_out(
     core: EngineCore,
     token_ids: Sequence[int],
-    embeds: Tensor | None,
+    embeds: Embeds,
     blocks: Sequence[int],
     state: StateCheckpoint | None,
+    adapter: LoadedAdapter | None,
 ) -> SessionSnapshot:
     """Copy a session to the host, after everything that was launched: tokens and embeddings, with
     its blocks or, if it has one, its state checkpoint and the state's blocks.
     """
     origin, runtime = origin_of(core), core.runtime
+    of_adapter = None if adapter is None else (adapter.name, adapter.fingerprint)
     if state is None:
-        return SessionSnapshot.make(origin, token_ids, runtime.read_blocks(blocks), embeds=embeds)
+        caches = runtime.read_blocks(blocks)
+        return SessionSnapshot.make(origin, token_ids, caches, embeds=embeds, adapter=of_adapter)
     runtime.copy_states(core.scheduler.home(Context()).reuse.states.before)
     parts = runtime.read_states(state.place)
     caches = runtime.read_blocks(state.blocks)
-    return SessionSnapshot.make(origin, token_ids, caches, parts, state.position, embeds)
+    made = (origin, token_ids, caches, parts, state.position, embeds, of_adapter)
+    return SessionSnapshot.make(*made)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
+from graphengine.core.fingerprints import fingerprint_of
 from graphengine.observe.tracing import span
 from graphengine.opening.adapters import open_adapter, whole_weights
 from graphengine.opening.draft_updating import checked_drafts
@@ -212,7 +213,14 @@ def load_adapter(
     with span("load adapter"):
         core.runtime.load_adapter(loaded, slot, adapter.folder, parts)
     core.counters["adapters/loads"] += 1
-    return adapters.add(name, os.fspath(path), slot, adapter.rank)
+    matrices = {
+        f"{linear} {kind}": getattr(part, kind)
+        for linear, part in sorted(parts.items())
+        for kind in ("down", "up")
+    }
+    scales = {linear: part.scale for linear, part in sorted(parts.items())}
+    found = fingerprint_of(scales, matrices.items())
+    return adapters.add(name, os.fspath(path), slot, adapter.rank, found)
 
 
 def unload_adapter(core: EngineCore, name: str) -> None:

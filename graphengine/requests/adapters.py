@@ -17,6 +17,7 @@ class LoadedAdapter(NamedTuple):
     slot        its slot on the device
     rank        the highest rank of its matrices
     generation  number of the load, from 1: KV of one load is never used for another
+    fingerprint of samples of its matrices
     """
 
     name: str
@@ -24,6 +25,7 @@ class LoadedAdapter(NamedTuple):
     slot: int
     rank: int
     generation: int
+    fingerprint: str = ""
 
 
 class Adapters:
@@ -61,10 +63,12 @@ class Adapters:
             )
         return next(slot for slot in range(self.slots) if slot not in used)
 
-    def add(self, name: str, path: str, slot: int, rank: int) -> LoadedAdapter:
+    def add(
+        self, name: str, path: str, slot: int, rank: int, fingerprint: str = ""
+    ) -> LoadedAdapter:
         """Note that an adapter was loaded into a slot."""
         self._loads += 1
-        self.loaded[name] = LoadedAdapter(name, path, slot, rank, self._loads)
+        self.loaded[name] = LoadedAdapter(name, path, slot, rank, self._loads, fingerprint)
         return self.loaded[name]
 
     def remove(self, name: str, uses: Iterable[tuple[int, LoadedAdapter | None]]) -> None:

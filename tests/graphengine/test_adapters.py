@@ -102,7 +102,7 @@ def test_an_adapter_in_use_stays(folders: dict[str, Path], expected: Callable[..
 
 
 def test_a_session_belongs_to_its_adapter(
-    folders: dict[str, Path], expected: Callable[..., Any]
+    folders: dict[str, Path], expected: Callable[..., Any], tmp_path: Path
 ) -> None:
     with open_engine(adapters={"one": folders["one"]}, max_adapters=2) as engine:
         with pytest.raises(ValueError, match="adapter 'two' is not loaded: there are 'one'"):
@@ -117,14 +117,24 @@ def test_a_session_belongs_to_its_adapter(
             session.rewind(12)
             with pytest.raises(ValueError, match=r"='two', but .* adapter 'one': open a"):
                 session.generate(greedy(), adapter="two")
-            with pytest.raises(ValueError, match="belongs to adapter 'one', which a snapshot"):
-                session.snapshot()
+            kept = session.snapshot()
+            assert kept.adapter is not None and kept.adapter[0] == "one"
+            with engine.restore_session(kept) as copy:
+                found = copy.generate(greedy())
+                assert found.token_ids == expected(LONG, "one") and found.cached_tokens > 0
+            session.snapshot(tmp_path / "one.safetensors")
             assert session.fork().generate(greedy()).cached_tokens > 0
             # Another load of the name: its KV is not that of the first.
             engine.unload_adapter("one")
-            with pytest.raises(ValueError, match="adapter 'one' is not loaded: there are none"):
-                session.generate(greedy())
+            for call in (lambda: session.generate(greedy()), session.snapshot):
+                with pytest.raises(ValueError, match="adapter 'one' is not loaded: there are none"):
+                    call()
             engine.load_adapter("one", folders["two"])
+            message = "belongs to an adapter 'one' with fingerprint [0-9a-f]{16}, the engine's has"
+            with pytest.raises(ValueError, match=message):
+                engine.restore_session(tmp_path / "one.safetensors")
+            # KV of the other matrices is not kept.
+            assert session.snapshot().blocks == 0
             changed = session.generate(greedy())
             assert changed.cached_tokens == 0 and changed.token_ids == expected(LONG, "two")
 

@@ -131,8 +131,16 @@ def test_sessions_and_prefixes_know_whole_images(tower: Tower, device: str) -> N
         message = r"n_tokens=\d+ leaves 12 tokens, which end inside an image: .* from 5 to 29 see"
         with pytest.raises(ValueError, match=message):
             session.rewind(len(session) - 12)
-        with pytest.raises(ValueError, match="an image of embeddings that see each other, which a"):
-            session.snapshot()
+        kept = session.snapshot()
+        assert [place.image for place in kept.places] == [True, True]
+        with engine.restore_session(kept) as copy:
+            for each in (session, copy):
+                each.append([4, 9])
+            found = copy.generate(greedy(SAID))
+            assert found.cached_tokens > 0
+            assert found.token_ids == session.generate(greedy(SAID)).token_ids
+            with pytest.raises(ValueError, match="which end inside an image"):
+                copy.rewind(len(copy) - 12)
         session.close()
         # Blocks of the prompt are shared, those of another image are not.
         again = engine.generate(PromptParts(*parts), greedy(SAID))

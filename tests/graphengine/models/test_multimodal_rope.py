@@ -23,7 +23,8 @@ from torch import Tensor
 
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from extent import examples
-from graphengine import GridEmbeds, NGram, PromptParts, SamplingParams
+from graphengine import GridEmbeds, NGram, PromptParts, SamplingParams, SessionSnapshot
+from graphengine.core.snapshots import _digests
 from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_axes
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
@@ -272,7 +273,24 @@ def test_neighbours_pauses_and_drafts_change_no_token(oracle: Oracle, device: st
             assert_idle(engine)
 
 
-def test_a_session_goes_on_after_a_picture(oracle: Oracle, device: str) -> None:
+def wrong_places(kept: SessionSnapshot) -> list[tuple[SessionSnapshot, str]]:
+    """Snapshots with other places, whose digests were made anew."""
+    (place,) = kept.places
+    assert place.grid is not None
+    several = [
+        (place._replace(start=3), r"20 embeddings at 20 places, .* \[3, 4, 5\], for 20 .* \[2, 3"),
+        (place._replace(length=19), "20 embeddings at 19 places"),
+        (place._replace(grid=place.grid._replace(height=0)), r"Grid\(.*height=0.* must have sizes"),
+        (place._replace(grid=place.grid._replace(step=-1.0)), "and a step from 0 to 1e6"),
+        (place._replace(grid=place.grid._replace(width=2)), "20 embeddings for the 8 places of G"),
+        (place._replace(image=True), "an image of 20 embeddings at position 2: .* at most 0 of"),
+    ]
+    found = [(dataclasses.replace(kept, places=(each,)), message) for each, message in several]
+    remade = [(dataclasses.replace(each, digests=dict(_digests(each))), m) for each, m in found]
+    return [*remade, (found[0][0], "places of the session is not what was kept")]
+
+
+def test_a_session_goes_on_after_a_picture(oracle: Oracle, device: str, tmp_path: Path) -> None:
     """A turn after a picture, and one after another picture in its place, as whole prompts."""
     _, picture = oracle.features("image", (1, 4, 5), 6)
     with open_engine(oracle.path, device=device, **SIZES) as engine:
@@ -283,8 +301,25 @@ def test_a_session_goes_on_after_a_picture(oracle: Oracle, device: str) -> None:
         second = session.generate(greedy(SAID)).token_ids
         whole = PromptParts([5, START], picture, [END, 9, *first, 44, 45])
         assert engine.generate(whole, greedy(SAID)).token_ids == second
-        with pytest.raises(ValueError, match="a grid of embeddings, which a snapshot cannot hold"):
-            session.snapshot()
+        kept = session.snapshot()
+        copy = engine.restore_session(kept)
+        for each in (session, copy):
+            each.append([44])
+        third = session.generate(greedy(SAID))
+        again = copy.generate(greedy(SAID))
+        assert again.token_ids == third.token_ids and again.cached_tokens > 0
+        copy.close()
+        # Cut inside the picture, and through a file.
+        session.rewind(len(session) - 9)
+        session.snapshot(tmp_path / "cut.safetensors")
+        copy = engine.restore_session(tmp_path / "cut.safetensors")
+        for each in (session, copy):
+            each.append([44, 45])
+        assert copy.generate(greedy(9)).token_ids == session.generate(greedy(9)).token_ids
+        copy.close()
+        for wrong, message in wrong_places(kept):
+            with pytest.raises(ValueError, match=message):
+                engine.restore_session(wrong)
         # The same rows on another grid have other keys from the first row on.
         longer = GridEmbeds(picture.rows, (20, 1, 1), time_step=4.0, deepstack=picture.deepstack)
         changed = PromptParts([5, START], longer, [END, 9])
