@@ -203,13 +203,17 @@ def load_checkpoint(
         targets = {*wanted}
         wanted |= drafted_wanted
         linears = weights.linears()
-        all_wanted, all_linears = {*wanted}, linears + drafter.linears()
+        all_wanted, all_linears = {**wanted}, linears + drafter.linears()
         if model_config is not whole:
             of_all, drafted = whole.allocate(device="meta", dtype=memory.dtype), None
             if drafter.own_checkpoint is None:
                 drafted = drafter.whole_weights(memory.dtype)
+            all_wanted = {
+                **destinations(checkpoint, of_all),
+                **(drafted.named() if drafted else {}),
+                **wanted,
+            }
             targets |= {*destinations(checkpoint, of_all)}
-            all_wanted |= targets | {*(drafted.named() if drafted else ())}
             all_linears = of_all.linears() + (drafted.linears() if drafted else [])
             if share != WHOLE:
                 linears = cut_linears(of_all, weights, share)
@@ -240,7 +244,7 @@ def load_checkpoint(
         packed=_packed(linears),
         all_wanted=all_wanted,
         all_packed=_packed(all_linears),
-        drafted=all_wanted - targets,
+        drafted=all_wanted.keys() - targets,
         adaptable=_adaptable(weights, linears),
         memory=held,
     )

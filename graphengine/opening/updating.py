@@ -41,7 +41,7 @@ class LoadedWeights:
     whole        the model of all ranks
     wanted       destinations of the checkpoint's tensors, in the model and the drafter
     packed       linears whose weights are rounded or packed
-    all_wanted   names of the tensors that any rank wants
+    all_wanted   `wanted` of all ranks together; another rank's are on the device "meta"
     all_packed   `packed` of all ranks together; its linears may be on the device "meta"
     drafted      names of the tensors that only the drafter wants; packed ones are left out
     adaptable    the weights that adapters can change, with the cuts of this rank
@@ -52,7 +52,7 @@ class LoadedWeights:
     whole: ModelConfig
     wanted: Destinations
     packed: Sequence[StoredLinear]
-    all_wanted: Collection[str]
+    all_wanted: Destinations
     all_packed: Sequence[StoredLinear]
     drafted: Collection[str] = ()
     adaptable: Sequence[StoredLinear] = ()
@@ -109,7 +109,7 @@ class LoadedWeights:
         if not finite:
             names = self._in_use(values)
             used = {name: value for name, value in values.items() if name in names}
-            check_finite(used, self.wanted)
+            check_finite(used, self.all_wanted)
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:

@@ -30,14 +30,16 @@ from checkpoints.few_layers import few_layers
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
 from engines.failing_ranks import limit_waits, stop
 from engines.forked_ranks import ranks_are_forked
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.core.commands import UpdateWeights
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoints import given_tensors
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
+from graphengine.models.launches import Share
 from graphengine.models.quantised.writer import write_quantised
+from graphengine.opening.loading import load_checkpoint, plan_checkpoint, read_checkpoint
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.ranks import RankFailed, Ranks
@@ -694,6 +696,24 @@ def test_numbers_that_the_engines_dtype_cannot_hold_are_refused(
         assert all(map(torch.equal, held(engine), before))
     with open_engine(path) as engine:
         engine.update_weights({UP: large})
+
+
+@pytest.mark.parametrize("ranks", ["pipeline_parallel", "tensor_parallel"])
+def test_numbers_of_another_ranks_tensors_are_checked_too(
+    checkpoints: dict[str, Any], ranks: str
+) -> None:
+    """Those of the first layer, which the last stage, the driver's, does not have."""
+    path = checkpoints["llama-biases"].path
+    options: dict[str, Any] = {ranks: 2, "max_seq_len": 64}
+    config = EngineConfig(device="cpu", dtype="float16", **options)
+    found = read_checkpoint(path, config, Share(0, 2))
+    loaded = load_checkpoint(found, plan_checkpoint(found, config), config).loaded
+    tensors = tensors_of(path)
+    first = min(name for name in tensors if name.endswith(".mlp.up_proj.weight"))
+    assert (first in loaded.wanted) == (ranks == "tensor_parallel")
+    with pytest.raises(ValueError, match=rf"{first} \(2 of \d+ numbers as torch.float16\)$"):
+        loaded.checked({first: spoiled(tensors[first], 1e6, 2)})
+    assert loaded.checked({first: tensors[first]}).values.keys() == {first}
 
 
 def test_what_is_rounded_together_comes_together(checkpoints: dict[str, Any]) -> None:
