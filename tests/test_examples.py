@@ -89,6 +89,32 @@ def test_a_prompt_has_what_an_encoder_sees() -> None:
     assert len(alone.prompt_token_ids) == 16 and alone.token_ids
 
 
+def test_a_tower_sees_pictures_for_the_language_model(tmp_path: Path) -> None:
+    """The first turn says what transformers' whole model says after the same pixels."""
+    example = load("vision_language")
+    first, second = example.main()
+    assert [each.prompt_token_ids.count(-1) for each in (first, second)] == [24, 33]
+    assert first.cached_tokens == 0 and second.cached_tokens >= 30
+    model = example.tiny_model(str(tmp_path))
+    picture = torch.rand(3, 32, 48)
+    patches, grid = [], []
+
+    class Kept:
+        def get_image_features(self, *given: Any) -> Any:
+            patches.append(given[0])
+            grid.append(given[1])
+            return model.model.get_image_features(*given)
+
+    assert example.seen(Kept(), picture).grid == (1, 4, 6)
+    ids = [5, 17, example.BEGIN, *[250] * 24, example.END, 9, 31]
+    kinds = [int(each == 250) for each in ids]
+    made = model.generate(
+        input_ids=torch.tensor([ids]), mm_token_type_ids=torch.tensor([kinds]),
+        pixel_values=patches[0], image_grid_thw=grid[0], max_new_tokens=12, do_sample=False,
+    )  # fmt: skip
+    assert made[0, len(ids) :].tolist() == list(first.token_ids)
+
+
 def test_rollouts_of_two_replicas_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
