@@ -36,6 +36,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.adapters import adapter_sizes
 from graphengine.opening.budget.footprint import plan_with_footprint
 from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.workspace import Footprint
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.releasable import allocating, releasable_memory
 from graphengine.opening.updating import LoadedWeights
@@ -160,8 +161,13 @@ def stage_contents(contents: CheckpointContents, pipe: Share) -> CheckpointConte
     return contents._replace(place=place, whole_stage=whole, model=model, drafter=drafter)
 
 
-def plan_checkpoint(contents: CheckpointContents, config: EngineConfig) -> MemoryPlan:
-    """Plan the memory that an engine will hold, within what is free now."""
+def plan_checkpoint(
+    contents: CheckpointContents, config: EngineConfig, footprint: Footprint | None = None
+) -> MemoryPlan:
+    """Plan the memory that an engine will hold, within what is free now.
+
+    footprint  what the steps take, if it is known; None: it is traced, on a GPU
+    """
     memory = plan_with_footprint(
         contents.model,
         config,
@@ -170,6 +176,7 @@ def plan_checkpoint(contents: CheckpointContents, config: EngineConfig) -> Memor
         calibration_tokens=len(contents.calibration),
         adapters=contents.adapters,
         place=contents.place,
+        footprint=footprint,
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
     return memory
@@ -187,12 +194,8 @@ def load_checkpoint(
     """
     checkpoint, whole, model_config = contents.checkpoint, contents.whole, contents.model
     share = contents.place.shard
-    drafter, tokenizer, eos_ids, ids = (
-        contents.drafter,
-        contents.tokenizer,
-        contents.eos_ids,
-        contents.calibration,
-    )
+    drafter, ids = contents.drafter, contents.calibration
+    tokenizer, eos_ids = contents.tokenizer, contents.eos_ids
     held = releasable_memory(memory.device, releasable=config.releasable)
     with span("load"):
         with allocating(held):

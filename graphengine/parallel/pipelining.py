@@ -64,8 +64,12 @@ def plan_stages(contents: CheckpointContents, config: EngineConfig) -> list[Memo
     recurrent = any(plan.recurrent for plan in plans)
     places = max(plan.state_places for plan in plans)
     return [
-        replace(plan_checkpoint(stage, least), recurrent=recurrent, state_places=places)
-        for stage in stages
+        replace(
+            plan_checkpoint(stage, least, plan.footprint),
+            recurrent=recurrent,
+            state_places=places,
+        )
+        for stage, plan in zip(stages, plans, strict=True)
     ]
 
 

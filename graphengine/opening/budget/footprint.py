@@ -50,11 +50,15 @@ def plan_with_footprint(
     calibration_tokens: int = 0,
     adapters: AdapterSizes | None = None,
     place: Place = ALONE,
+    footprint: Footprint | None = None,
 ) -> MemoryPlan:
     """`plan_memory` with what the steps take; on a CPU, with its estimates.
 
     `model` and `drafter` are those of the rank at `place`. The drafter must be allocated
     afterwards, as for `sketch_steps`.
+
+    footprint  what the steps take, from a plan that differs in the number of blocks alone; None:
+               they are traced
     """
     plan = partial(
         plan_memory,
@@ -67,8 +71,8 @@ def plan_with_footprint(
     )
     device = torch.device(config.device)
     gpu = device_of(device)
-    if device.type == "cpu" or gpu is None:
-        return plan()
+    if device.type == "cpu" or gpu is None or footprint is not None:
+        return plan(footprint=footprint)
     sizes = plan(footprint=UNLISTED, room=UNLIMITED)
     with assumed(gpu):
         steps = sketch_steps(model, sizes, config, drafter, place)

@@ -67,7 +67,7 @@ class MemoryPlan:
                    step, in float32; stages push none. 0 with one rank
     summed_words   words of the largest part of a chunk that ranks on GPUs sum by pushes; 0: none
     adapters       how many adapters there are slots for, and of which sizes; None: there are none
-    counters       arrival counters that the launches of a step share
+    footprint      what the steps take besides; None: it is estimated, as on a CPU
     """
 
     device: torch.device
@@ -95,7 +95,12 @@ class MemoryPlan:
     push_units: int = 0
     summed_words: int = 0
     adapters: AdapterSizes | None = None
-    counters: int = 1
+    footprint: Footprint | None = None
+
+    @property
+    def counters(self) -> int:
+        """Arrival counters that the launches of a step share."""
+        return _counters(self.footprint)
 
     @property
     def tokens_per_step(self) -> int:
@@ -207,9 +212,7 @@ def _plan(
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
     _add_weights(budget, shape)
     _add_adapters(budget, shape, adapters)
-    # A field has at least one element, even if no launch counts arrivals.
-    counters = _COUNTERS_OF_CPU if footprint is None else max(1, footprint.counters)
-    load_bytes = add_state(budget, shape, counters)
+    load_bytes = add_state(budget, shape, _counters(footprint))
     state_bytes = _add_state_checkpoints(budget, shape)
     _add_drafter(budget, shape)
     units, summed = _add_ranks(budget, shape, load_bytes)
@@ -244,8 +247,13 @@ def _plan(
         push_units=units,
         summed_words=summed,
         adapters=adapters,
-        counters=counters,
+        footprint=footprint,
     )
+
+
+def _counters(footprint: Footprint | None) -> int:
+    """Arrival counters: a field has at least one element, even if no launch counts arrivals."""
+    return _COUNTERS_OF_CPU if footprint is None else max(1, footprint.counters)
 
 
 def _workspace_bytes(shape: EngineShape, footprint: Footprint | None) -> int:

@@ -19,6 +19,7 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.launches import WHOLE, Share
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import Place
+from graphengine.opening.budget import footprint as footprints
 from graphengine.opening.budget import memory
 from graphengine.opening.budget.footprint import plan_with_footprint, trace_footprint
 from graphengine.opening.budget.memory import MemoryPlan, plan_memory
@@ -232,7 +233,10 @@ def test_several_ranks_have_what_their_steps_take(
         steps = sketch_steps(model, plan, config, drafter, place)
         footprint = trace_footprint(steps)
         names = {op.name for ops in record_schedule(steps).values() for op in ops}
+        monkeypatch.setattr(footprints, "sketch_steps", None)
+        again = plan_with_footprint(model, config, **given, place=place, footprint=plan.footprint)
     shape = EngineShape.of(model, config, drafter, torch.bfloat16)
+    assert sizes(again) == sizes(plan) and again.counters == plan.counters
     assert sizes(plan) == (footprint.pool_bytes + exchanged_bytes(shape), footprint.graph_bytes)
     assert plan.counters == footprint.counters > 0
     assert {each for each in names if each.startswith(("_push", "_all_reduce"))} == communicating
