@@ -447,17 +447,7 @@ class DecoderModel:
         its dtype; for layers with the last states or after them only with `all_lanes`.
         """
         config, weights, slot = self.config, self.weights, lanes.slot
-        x = stream
-        if x is None:
-            x = embed(
-                lanes.token,
-                weights.embedding,
-                slot,
-                scale=weights.embedding_scale,
-                given=launch.given,
-            )
-            if weights.positions is not None:
-                add_positions(x, weights.positions, slot, lanes.position, pdl=launch.pdl)
+        x = self._embedded(lanes, launch) if stream is None else stream
         scratch = prefill_scratch(
             weights.layers,
             len(x),
@@ -497,6 +487,15 @@ class DecoderModel:
             if step.ends:
                 keep_stream(x, step.layer, streams, config.stream_scale)
         return PrefillEnd(end, scratch.h, x) if all_lanes else PrefillEnd(end, None)
+
+    def _embedded(self, lanes: PrefillLanes, launch: PrefillLaunch) -> Tensor:
+        """A chunk's residual stream before the first layer."""
+        weights, slot = self.weights, lanes.slot
+        scale = weights.embedding_scale
+        x = embed(lanes.token, weights.embedding, slot, scale=scale, given=launch.given)
+        if weights.positions is not None:
+            add_positions(x, weights.positions, slot, lanes.position, pdl=launch.pdl)
+        return x
 
     def prefill_logits(
         self,
