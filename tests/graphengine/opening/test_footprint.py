@@ -201,6 +201,7 @@ RANKS: Mapping[str, tuple[Mapping[str, Any], set[str]]] = {
     "the last stage": ({"pipeline_parallel": 2}, set()),
     "the last stage and drafts": ({"pipeline_parallel": 2, "speculative": MTP(k=2)}, set()),
     "the first stage": ({"pipeline_parallel": 2}, set()),
+    "the first stage and drafts": ({"pipeline_parallel": 2, "speculative": MTP(k=2)}, set()),
 }
 
 
