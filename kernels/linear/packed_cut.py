@@ -43,7 +43,7 @@ class PackedArgs(NamedTuple):
     row_scales: torch.Tensor | None
 
 
-class Cut(NamedTuple):
+class PackedSizes(NamedTuple):
     """The sizes that are fixed when a kernel is compiled."""
 
     M: Any
@@ -151,7 +151,7 @@ def new_cut(
     alone: bool,
     optional: bool = False,
     splits: int = 1,
-) -> Cut:
+) -> PackedSizes:
     """The cut of a weight [M, K] by a plan that is checked, as a kernel's operand.
 
     L         lanes of a program: 8, 16 or 32
@@ -169,7 +169,7 @@ def new_cut(
     piece = min(group, stream) if group else stream
     tiles, x_lanes = triton.cdiv(K, plan.block_k * splits), 1 if alone else L
     uses = parts * triton.next_power_of_2(tiles * (stream // piece))
-    cut = Cut(
+    cut = PackedSizes(
         M=M,
         K=K,
         swiglu=swiglu,
@@ -194,7 +194,7 @@ def new_cut(
         optional=optional,
         warps=plan.warps,
     )
-    return Cut(*(gl.constexpr(value) for value in cut))
+    return PackedSizes(*(gl.constexpr(value) for value in cut))
 
 
 def _stages(

@@ -74,7 +74,7 @@ def packed_kernel(
 ):
     """One program for L (8, 16 or 32) lanes, R blocks of weight rows, and a part of K.
 
-    `weight` is `PackedArgs`, `cut` a `Cut`. The pitch is a stride in units of 8 elements.
+    `weight` is `PackedArgs`, `cut` `PackedSizes`. The pitch is a stride in units of 8 elements.
     """
     gl.static_assert(cut.stages <= cut.tiles and (cut.stages > 1 or cut.tiles == 1))
     rows: gl.constexpr = row_layout(cut.B, cut.warps)
