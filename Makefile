@@ -4,10 +4,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Without it pip compiles all that it installs; tests import a small part, and compile that once.
+LAZY := --quiet --no-compile
 EDITABLE := $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
 	--config-settings editable_mode=strict
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
-CHECKS := other-tests host-tests draft-tests model-tests engine-tests interpreter program-tests types lint
+CHECKS := model-tests draft-tests host-tests other-tests engine-tests program-tests interpreter types lint
 # What else runs beside them: see .ci/run.
 MORE :=
 
@@ -78,7 +80,7 @@ MINIMUM := $(VENV)/minimum
 
 minimum: install
 	$(call over_venv,$(MINIMUM))
-	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --only-binary :all: \
+	$(BIN)/pip --python $(MINIMUM)/bin/python install $(LAZY) --only-binary :all: \
 		--requirement constraints-minimum.txt
 	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --no-deps --no-build-isolation .
 	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/text/test_text.py \
@@ -97,7 +99,7 @@ NEWEST := $(VENV)/newest
 
 newest: install
 	$(call over_venv,$(NEWEST))
-	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --only-binary :all: --no-deps \
+	$(BIN)/pip --python $(NEWEST)/bin/python install $(LAZY) --only-binary :all: --no-deps \
 		--requirement constraints-newest.txt
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --no-build-isolation .
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest tests/test_gpus.py \
@@ -131,7 +133,7 @@ pictures: install
 $(DOCS)/stamp:
 	mkdir -p $(VENV)
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install --quiet mkdocs-material==9.8.1 'mkdocstrings[python]'
+	$(DOCS)/bin/pip install $(LAZY) mkdocs-material==9.8.1 'mkdocstrings[python]'
 	touch $@
 
 install: $(VENV)/stamp
@@ -143,13 +145,13 @@ $(VENV)/engine: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	# The former name of this distribution: its files would stand in for the new ones.
 	$(BIN)/pip uninstall -qq --yes graphengine
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
-	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers jinja2 nvtx
+	$(BIN)/pip install $(LAZY) --constraint constraints.txt torch
+	$(BIN)/pip install $(LAZY) --constraint constraints.txt triton setuptools wheel
+	$(BIN)/pip install $(LAZY) --constraint constraints.txt numpy safetensors tokenizers jinja2 nvtx
 	touch $@
 
 $(VENV)/stamp: $(VENV)/engine
-	$(BIN)/pip install --quiet --constraint constraints.txt huggingface_hub transformers \
+	$(BIN)/pip install $(LAZY) --constraint constraints.txt huggingface_hub transformers \
 		compressed-tensors llguidance gguf jsonschema prompt_toolkit ray pytest hypothesis ruff \
 		mypy
 	touch $@
