@@ -24,7 +24,11 @@ from transformers import (
 )
 
 from checkpoints.small_decoders import composed
-from engines.family_checks import assert_half_precision_replays, assert_rewinds
+from engines.family_checks import (
+    assert_half_precision_replays,
+    assert_replies,
+    assert_rewinds,
+)
 from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
@@ -125,12 +129,7 @@ def test_logits_and_greedy_tokens(
     with open_engine(oracle.path, device=device, lookahead=0) as engine:
         assert engine.eos_ids == (1, 106)
         # Past the longest window's edge in decode.
-        for prompt in oracle.prompts((3, 90)):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+        assert_replies(engine, oracle, eager, (3, 90), TOKENS)
 
 
 def test_chunks_and_batches(gemmas: dict[str, Any], device: str) -> None:

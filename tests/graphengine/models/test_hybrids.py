@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from checkpoints.hybrids import MODELS, A, C, E, F, M, granite, nemotron, qwen_next
 from checkpoints.small_decoders import block_in, expert_layers
+from engines.family_checks import assert_replies
 from engines.small_engine import run
 from engines.speculation import script, step_with
 from extent import extent, some_of
@@ -48,6 +49,11 @@ from launches.compilation import graph_kernels
 TOKENS = 24
 # One of each kind of state; granite's is nemotron's.
 KINDS = extent(("nemotron", "qwen", "lfm2"), ("granite", "nemotron", "qwen", "lfm2"))
+# Each kind of layer, with experts and without them.
+LAYERS = extent(
+    ("granite-experts", "nemotron", "qwen", "qwen-next-experts", "lfm2-biases", "lfm2-experts"),
+    tuple(MODELS),
+)
 
 
 def greedy(max_tokens: int = TOKENS) -> SamplingParams:
@@ -65,13 +71,8 @@ def test_logits_and_greedy_tokens(
 ) -> None:
     oracle = hybrids[name]
     with open_engine(oracle.path, device=device, lookahead=0) as engine:
-        for prompt in oracle.prompts((1, 3, 67)):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
-            # Tokens that are all alike would hide a wrong state.
+        # Tokens that are all alike would hide a wrong state.
+        for result in assert_replies(engine, oracle, eager, (1, 3, 67)):
             assert len(set(result.token_ids)) > 4
 
 
@@ -138,13 +139,10 @@ def test_prompts_of_many_lengths(
     """About as long as the convolution, a piece and a chunk, and longer than several of them."""
     oracle = hybrids[name]
     with open_engine(oracle.path, device=device, lookahead=0) as engine:
-        for prompt in oracle.prompts((2, 4, 5, 63, 64, 65, 128, 300)):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy(3))
-            oracle.assert_logits(result, seen)
+        assert_replies(engine, oracle, eager, (2, 4, 5, 63, 64, 65, 128, 300), tokens=3)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_chunks_and_batches(hybrids: dict[str, Any], device: str, name: str) -> None:
     """Prompts in one chunk and in many; in a batch a request says what it says alone."""
     oracle = hybrids[name]
@@ -579,7 +577,7 @@ def with_scripted_drafts(path: Path, prompt: list[int], known: list[int], **opti
         assert 0 < found.accepted < found.proposed
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_drafts_of_which_some_are_right_change_no_token(
     hybrids: dict[str, Any], device: str, name: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engines.device_cases import pairwise_here
+from engines.family_checks import assert_replies
 from extent import extent
 from graphengine import Engine, SamplingParams
 
@@ -57,12 +58,8 @@ def test_logits_and_greedy_tokens(
     options = {"max_batch": max_batch, "row_family": asked, "prefill_buckets": (16, 64)}
     with open_engine(oracle, device=device, lookahead=0, **options) as engine:
         assert engine.row_family == family
-        for prompt in oracle.prompts(PROMPT_LENGTHS):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS and result.finish_reason == "length"
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+        for result in assert_replies(engine, oracle, eager, PROMPT_LENGTHS, TOKENS):
+            assert result.finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,7 @@ def test_logits_and_greedy_tokens(
     oracle = random_oracles[name]
     options: dict[str, Any] = {"max_seq_len": 400, "prefill_buckets": (16, 64), "lookahead": 0}
     with open_engine(oracle.path, device=device, **options) as engine:
-        prompts = oracle.prompts(PROMPT_LENGTHS)
-        results = [engine.generate(prompt, greedy(64)) for prompt in prompts]
+        results = engine.generate(oracle.prompts(PROMPT_LENGTHS), greedy(64))
         for result in results:
             oracle.assert_greedy(result)
         # Tokens that are all alike would hide a fault.

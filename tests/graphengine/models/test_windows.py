@@ -21,7 +21,11 @@ from transformers import (
 )
 
 from checkpoints.small_decoders import composed
-from engines.family_checks import assert_half_precision_replays, assert_rewinds
+from engines.family_checks import (
+    assert_half_precision_replays,
+    assert_replies,
+    assert_rewinds,
+)
 from graphengine import Engine, SamplingParams
 from graphengine.models.composition import has_local_tables, windows_of
 from graphengine.models.families.registry import read_model_config
@@ -96,12 +100,7 @@ def test_logits_and_greedy_tokens(
     assert windows_of(composed(read_model_config(config_of(oracle)))) == WINDOWS[name]
     with open_engine(oracle.path, device=device, lookahead=0) as engine:
         # Past the longest window's edge in decode, and in prefill.
-        for prompt in oracle.prompts((3, 40, 70)):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+        assert_replies(engine, oracle, eager, (3, 40, 70), TOKENS)
 
 
 ALTERNATING = "qwen2-19"

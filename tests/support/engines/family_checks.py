@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.small_engine import run
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, Result, SamplingParams
 from graphengine.speculative import NGram
 
 
@@ -60,18 +60,29 @@ def assert_half_precision_replays(
 
 
 def assert_replies(
-    engine: Engine, oracle: Any, eager: Callable[[Engine], Any], lengths: tuple[int, ...]
-) -> None:
-    """Logits and 24 greedy tokens after prompts of these lengths are those of transformers.
+    engine: Engine,
+    oracle: Any,
+    eager: Callable[[Engine], Any],
+    lengths: tuple[int, ...],
+    tokens: int = 24,
+    adapter: str | None = None,
+) -> list[Result]:
+    """Logits and greedy tokens after prompts of these lengths are those of transformers.
+
+    As many prompts run at the same time as the engine has slots.
 
     engine  has lookahead 0, so that nothing runs that no token is asked of
     """
-    for prompt in oracle.prompts(lengths):
+    prompts, slots, results = oracle.prompts(lengths), len(engine.scheduler.slots), list[Result]()
+    for first in range(0, len(prompts), slots):
         seen = eager(engine)
-        result = engine.generate(prompt, _greedy(24))
-        assert len(result.token_ids) == 24
-        oracle.assert_greedy(result)
-        oracle.assert_logits(result, seen)
+        together = engine.generate(prompts[first : first + slots], _greedy(tokens), adapter=adapter)
+        for slot, result in enumerate(together):
+            assert len(result.token_ids) == tokens and result.adapter == adapter
+            oracle.assert_greedy(result)
+            oracle.assert_logits(result, {at: row for at, row in seen.items() if at[0] == slot})
+        results += together
+    return results
 
 
 def assert_same_in_any_company(open_engine: Callable[..., Engine], oracle: Any) -> None:
@@ -84,21 +95,21 @@ def assert_same_in_any_company(open_engine: Callable[..., Engine], oracle: Any) 
     # What n-grams find again.
     prompts[1] = prompts[0] * 4
     with open_engine(prefill_buckets=(64,)) as engine:
-        alone = [engine.generate(prompt, _greedy(24)) for prompt in prompts]
-        together = engine.generate(prompts, _greedy(24))
+        alone = [engine.generate(prompt, _greedy(18)) for prompt in prompts]
+        together = engine.generate(prompts, _greedy(18))
     for result in alone:
         oracle.assert_greedy(result)
     expected = [result.token_ids for result in alone]
     assert [result.token_ids for result in together] == expected
     with open_engine(prefill_buckets=(64,), speculative=NGram(k=3)) as engine:
-        drafted = engine.generate(prompts, _greedy(24))
+        drafted = engine.generate(prompts, _greedy(18))
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
     assert [result.token_ids for result in drafted] == expected
     pool = {"max_seq_len": 96, "kv_blocks": 17, "swap_blocks": 60}
     with open_engine(prefill_buckets=(64,), **pool) as engine:
-        paused = engine.generate(prompts, _greedy(24))
+        paused = engine.generate(prompts, _greedy(18))
         assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
     assert [result.token_ids for result in paused] == expected
     with open_engine(prefill_buckets=(8, 32)) as engine:
-        for result in engine.generate(prompts, _greedy(24)):
+        for result in engine.generate(prompts, _greedy(18)):
             oracle.assert_greedy(result)
