@@ -155,7 +155,7 @@ def test_each_request_gets_the_tokens_it_gets_alone(
 
 
 HYBRID_SIZES = {
-    "cpu": Size(tokens=300, occurrences=2, max_batch=5, kv_blocks=20),
+    "cpu": Size(tokens=150, occurrences=2, max_batch=5, kv_blocks=20),
     "cuda": extent(
         Size(tokens=1_500, occurrences=10, max_batch=12, kv_blocks=72),
         Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),

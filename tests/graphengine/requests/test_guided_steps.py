@@ -410,24 +410,29 @@ def test_each_request_says_what_it_says_alone(device: str, speculative: Speculat
         request for request in requests if request.job.guide is not None and request.token_ids
     ]
     assert len(guided) > 5 and len(requests) > len(guided) + 5
-    with open_plain(device=device) as alone:
-        for request in requests:
-            params, got = request.params, len(request.token_ids)
-            if request.finish_reason == "cancelled":
-                if not got:
-                    continue
-                # What it would have said further is compared with nothing.
-                params = dataclasses.replace(params, max_tokens=got)
-            expected = alone.generate(request.prompt_token_ids, params)
-            if request.finish_reason == "cancelled":
-                assert tuple(request.token_ids) == expected.token_ids[:got], f"{request}"
-            else:
-                assert outcome(request) == outcome(expected), f"{request}"
-            if expected.logprobs is not None:
-                assert request.logprobs == list(expected.logprobs[: len(request.token_ids)])
-            structured = request.params.structured_outputs
-            if structured is not None and request.finish_reason == "stop":
-                assert re.fullmatch(str(structured.regex), request.text), request.text
+    answered = [each for each in requests if each.token_ids or each.finish_reason != "cancelled"]
+    with open_plain(device=device) as plain:
+        found = plain.generate(
+            [each.prompt_token_ids for each in answered], [compared(each) for each in answered]
+        )
+    for request, expected in zip(answered, found, strict=True):
+        got = len(request.token_ids)
+        if request.finish_reason == "cancelled":
+            assert tuple(request.token_ids) == expected.token_ids[:got], f"{request}"
+        else:
+            assert outcome(request) == outcome(expected), f"{request}"
+        if expected.logprobs is not None:
+            assert request.logprobs == list(expected.logprobs[:got])
+        structured = request.params.structured_outputs
+        if structured is not None and request.finish_reason == "stop":
+            assert re.fullmatch(str(structured.regex), request.text), request.text
+
+
+def compared(request: Request) -> SamplingParams:
+    """What a cancelled request would have said further is compared with nothing."""
+    if request.finish_reason != "cancelled":
+        return request.params
+    return dataclasses.replace(request.params, max_tokens=len(request.token_ids))
 
 
 # Tokenizers.

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engines.logit_options import HAS_GRAMMARS, consistent, random_options
-from graphengine import Engine, Event, Request, SamplingParams
+from graphengine import Engine, Event, Request, Result, SamplingParams
 
 
 def write_tokenizer(folder: Path, size: int, eos: int | None = None) -> None:
@@ -96,33 +96,55 @@ class Owners:
         self.stopped |= ended
         return ended
 
-    def check(self, alone: Engine) -> None:
-        """Each request has the tokens that it gets alone in the other engine, or the first ones."""
+    def check(self, calm: Engine, at_once: int | None = None) -> None:
+        """Each request has the tokens that it gets in a calm engine, or the first ones.
+
+        There nothing pauses or ends early, and each request has other neighbours: one after the
+        other would take several times as long.
+
+        at_once  requests that run at the same time; None: as many as the engine takes
+        """
         assert all(request.finished for request in self.requests)
         for request in self.requests:
             if request.id in self._heard:
                 assert self._heard[request.id] == request.token_ids
-            if not request.token_ids:
-                continue
-            count, params = len(request.token_ids), request.params
-            params = dataclasses.replace(params, seed=request.seed)
-            if request.id in self.stopped or request.finish_reason in ("cancelled", "deadline"):
-                # Its further tokens are not compared.
-                least = min(params.min_tokens, count)
-                params = dataclasses.replace(params, max_tokens=count, min_tokens=least)
-            expected = alone.generate(list(request.prompt_token_ids), params)
-            assert tuple(request.token_ids) == expected.token_ids[:count], f"{request}"
-            if request.id in self.stopped:
-                assert request.finish_reason == "stop" and request.stop_reason is None
-            elif request.finish_reason not in ("cancelled", "deadline"):
-                assert count == len(expected.token_ids), f"{request}"
-                for name in ("text", "finish_reason", "stop_reason"):
-                    assert getattr(request, name) == getattr(expected, name), f"{request}: {name}"
-            # Where a prompt is cut changes the last bits.
-            if expected.logprobs is not None and not request.cached_tokens:
-                assert request.logprobs == list(expected.logprobs[:count]), f"{request}"
-            if expected.prompt_logprobs is not None:
-                assert request.prompt_logprobs == list(expected.prompt_logprobs), f"{request}"
+        answered = [request for request in self.requests if request.token_ids]
+        # In another order, so that none has the neighbours that it had.
+        answered = answered[::-2] + answered[-2::-2]
+        paused, results = calm.counters["pauses"], list[Result]()
+        at_once = at_once or len(answered)
+        for first in range(0, len(answered), at_once):
+            some = answered[first : first + at_once]
+            prompts = [list(request.prompt_token_ids) for request in some]
+            results += calm.generate(prompts, [self._params_of(request) for request in some])
+        assert calm.counters["pauses"] == paused
+        for request, expected in zip(answered, results, strict=True):
+            self._check_one(request, expected)
+
+    def _params_of(self, request: Request) -> SamplingParams:
+        """What the request is compared with: no longer than it got."""
+        count, params = len(request.token_ids), request.params
+        params = dataclasses.replace(params, seed=request.seed)
+        if request.id in self.stopped or request.finish_reason in ("cancelled", "deadline"):
+            # Its further tokens are not compared.
+            least = min(params.min_tokens, count)
+            params = dataclasses.replace(params, max_tokens=count, min_tokens=least)
+        return params
+
+    def _check_one(self, request: Request, expected: Result) -> None:
+        count = len(request.token_ids)
+        assert tuple(request.token_ids) == expected.token_ids[:count], f"{request}"
+        if request.id in self.stopped:
+            assert request.finish_reason == "stop" and request.stop_reason is None
+        elif request.finish_reason not in ("cancelled", "deadline"):
+            assert count == len(expected.token_ids), f"{request}"
+            for name in ("text", "finish_reason", "stop_reason"):
+                assert getattr(request, name) == getattr(expected, name), f"{request}: {name}"
+        # Where a prompt is cut changes the last bits.
+        if expected.logprobs is not None and not request.cached_tokens:
+            assert request.logprobs == list(expected.logprobs[:count]), f"{request}"
+        if expected.prompt_logprobs is not None:
+            assert request.prompt_logprobs == list(expected.prompt_logprobs), f"{request}"
 
     def unasked(self) -> list[str]:
         """Options that no request with tokens had, and ways to end that no request took."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.small_engine import open_engine
 from extent import extent
-from graphengine import Engine, SamplingParams, Session
+from graphengine import Engine, Result, SamplingParams, Session
 
 TURNS = extent(12, 20)
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 160}
@@ -36,6 +36,7 @@ def converse(
     alone  an engine in which a request with the whole conversation as prompt has the same tokens
     """
     said = []
+    turns: list[tuple[int, list[int], SamplingParams, Result]] = []
 
     def turn(branch: Session, index: int, params: SamplingParams) -> None:
         dice = random.Random(f"turn {index}")
@@ -44,9 +45,7 @@ def converse(
         result = branch.generate(params)
         assert result.cached_tokens == cached and result.prompt_token_ids == context
         assert branch.token_ids == (*context, *result.token_ids)
-        if alone is not None:
-            expected = alone.generate(list(context), params)
-            assert result.token_ids == expected.token_ids, f"turn {index}"
+        turns.append((index, list(context), params, result))
         said.append(list(result.token_ids))
 
     for index in range(first, last):
@@ -58,6 +57,10 @@ def converse(
                 turn(branch, index + 100, params_of(index + 100))
                 turn(branch, index + 200, params_of(index + 200))
         turn(session, index, params_of(index))
+    if alone is not None:
+        whole = alone.generate([turn[1] for turn in turns], [turn[2] for turn in turns])
+        for (index, _, _, result), expected in zip(turns, whole, strict=True):
+            assert result.token_ids == expected.token_ids, f"turn {index}"
     return said
 
 
