@@ -228,19 +228,19 @@ def test_short_trainings_give_drafters_whose_drafts_are_accepted(
 ) -> None:
     text, head, block = tmp_path / "text.safetensors", tmp_path / "eagle3", tmp_path / "block"
     once = ("--own-text", str(text))
-    metrics = run_command(EAGLE3, head, "--steps", "40", "--draft-vocab", "1024", *once)
+    metrics = run_command(EAGLE3, head, "--steps", "24", "--draft-vocab", "1024", *once)
     check_short_training(head, metrics, "1024 most frequent tokens")
     # By chance one draft of 4,096 would be accepted.
     rate = accepted(Eagle3(head, 3), plain)
-    assert rate > 0.03
+    assert rate > 0.02
 
     written = text.read_bytes()
-    found = run_command(BLOCK, block, "--steps", "40", *once)
+    found = run_command(BLOCK, block, "--steps", "24", *once)
     check_short_training(block, found, "3 lanes, 3 drafts")
     assert text.read_bytes() == written
     assert found["own_tokens"] == metrics["own_tokens"] == 4 * 129
     rate = accepted(DFlash(block, 3), plain)
-    assert rate > 0.03
+    assert rate > 0.02
 
     message = r"has 4 windows of 128 tokens that the target wrote in; --sequence is 96, --own-sh"
     with pytest.raises(ValueError, match=message):

@@ -106,18 +106,30 @@ def test_the_engines_mode_is_the_default_and_serves_all(engine: Engine) -> None:
         SamplingParams(logprobs_mode="all")  # type: ignore[arg-type]
 
 
+PAIRS = [
+    (prompt, ask(**options, allowed_token_ids=None))
+    for options in ASKED
+    for prompt in (PROMPT, OTHER, LONG)
+]
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> list[Result]:
+    """What each of `PAIRS` says alone, without drafts."""
+    return [engine.generate(prompt, asked) for prompt, asked in PAIRS]
+
+
 @pytest.mark.parametrize("speculative", [NGram(3), MTP(k=2), MTP(tree=[[0], [1], [0, 0]])], ids=str)
-def test_neighbours_and_drafts_change_nothing(engine: Engine, speculative: Any) -> None:
-    prompts = (PROMPT, OTHER, LONG)
-    asked = [ask(**options, allowed_token_ids=None) for options in ASKED]
-    alone = [engine.generate(prompt, each) for each in asked for prompt in prompts]
+def test_neighbours_and_drafts_change_nothing(
+    engine: Engine, alone: list[Result], speculative: Any
+) -> None:
     with open_speculating(
         speculative,
         device=str(engine.memory.device),
         dtype="float32",
         logprobs_mode="sampled_logprobs",
     ) as other:
-        requests = [other.submit(prompt, each) for each in asked for prompt in prompts]
+        requests = [other.submit(prompt, asked) for prompt, asked in PAIRS]
         run_with(other)
     for request, result in zip(requests, alone, strict=True):
         assert request.result().token_ids == result.token_ids
