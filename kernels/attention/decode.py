@@ -52,7 +52,12 @@ from graphengine.kernels.core.paged import (
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
 from graphengine.kernels.linear.plans import dot_columns
-from graphengine.kernels.norm_rope.rope import check_norm_weights, check_rope, check_rope_rows
+from graphengine.kernels.norm_rope.rope import (
+    check_norm_weights,
+    check_rope,
+    check_rope_rows,
+    head_norms,
+)
 
 SPLIT_TOKENS = 64
 SPLITS = (64, 128, 256, 512)
@@ -96,6 +101,7 @@ def decode_attention(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
     kv_scales: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
@@ -124,6 +130,7 @@ def decode_attention(
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds. Float32 weights are those
             of Gemma 3, whose reference rounds once.
+        norm_after: norm heads after the rotation, which is rounded (`rope.py`).
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
         window, sinks, softcap: as described in `scores.py`. The cache is not read before a lane's
             window, or before the window of its row's first lane.
@@ -161,6 +168,7 @@ def decode_attention(
         q_norm_weight=q_norm_weight,
         k_norm_weight=k_norm_weight,
         eps=eps,
+        norm_after=norm_after,
         kv_scales=kv_scales,
         window=window,
         sinks=sinks,
@@ -322,7 +330,7 @@ def _shape(call: DecodeCall, split: int, row_lanes: int) -> Shape:
         group=group,
         group_rows=_GROUP_ROWS,
         head_tiles=_head_tiles(call.num_heads, kv_heads),
-        normed=call.q_norm_weight is not None,
+        normed=head_norms(call.q_norm_weight, after=call.norm_after),
         fp8=call.kv.dtype == FP8_KV,
         window=call.window,
         softcap=float(call.softcap),

@@ -39,6 +39,7 @@ class DecodeCall(NamedTuple):
     q_norm_weight: torch.Tensor | None
     k_norm_weight: torch.Tensor | None
     eps: float
+    norm_after: bool
     kv_scales: torch.Tensor | None
     window: int
     sinks: torch.Tensor | None
@@ -76,6 +77,7 @@ def decode_attention_reference(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
     kv_scales: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
@@ -125,6 +127,7 @@ def decode_attention_reference(
         q_norm_weight=q_norm_weight,
         k_norm_weight=k_norm_weight,
         eps=eps,
+        norm_after=norm_after,
         kv_scales=kv_scales,
         shift_S=rope_shift_S,
         entry_N=torch.tensor(last, device=kv.device),

@@ -46,6 +46,15 @@ class RopeRows(NamedTuple):
     axis_of: torch.Tensor
 
 
+NORMED_AFTER = tl.constexpr(2)
+"""A kernel's NORMED where it norms queries and keys after it rotates them; True: before."""
+
+
+def head_norms(weight: torch.Tensor | None, *, after: bool) -> int:
+    """A kernel's NORMED for norms with this weight."""
+    return int(NORMED_AFTER.value) if weight is not None and after else weight is not None
+
+
 # Pairs of a program: 16 bytes of each half for every thread of 4 warps, where values have 16 bits.
 _BLOCK_PAIRS = 1024
 
@@ -64,6 +73,7 @@ def rope_append(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
     kv_scales: torch.Tensor | None = None,
     rows: RopeRows | None = None,
     shift_S: torch.Tensor | None = None,
@@ -81,6 +91,7 @@ def rope_append(
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds. Weights may also be in
             float32, as in Gemma 3, whose reference rounds once.
+        norm_after: norm heads after the rotation, which is rounded, as Hunyuan's reference does.
         kv_scales: float32 [2, G], all positive, for a cache of FP8_KV.
         rows: the rows of the tables by which each lane rotates. None: those of its position, plus
             its slot's entry of `shift_S`, int32 [S], where there is one.
@@ -113,6 +124,7 @@ def rope_append(
             q_norm_weight=q_norm_weight,
             k_norm_weight=k_norm_weight,
             eps=eps,
+            norm_after=norm_after,
             kv_scales=kv_scales,
             rows=rows,
             shift_S=shift_S,
@@ -147,7 +159,7 @@ def rope_append(
         HALF_PADDED=half_padded,
         BLOCK_HEADS=block_heads,
         BLOCK_SIZE=kv.shape[2],
-        NORMED=q_norm_weight is not None,
+        NORMED=head_norms(q_norm_weight, after=norm_after),
         FP8=kv_scales is not None,
         TABLE_ROWS=0 if rows is None and shift_S is None else cos.shape[0],
         num_warps=4,
@@ -227,16 +239,22 @@ def _rope_append_kernel(
     x = lower.to(tl.float32)
     y = upper.to(tl.float32)
     if NORMED:
-        mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / D
-        scale = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
         lower_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair, HALF)
         upper_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair + HALF, D)
-        x = scale_head(x, scale, lower_weight, dtype)
-        y = scale_head(y, scale, upper_weight, dtype)
+        if NORMED != NORMED_AFTER:
+            x, y = _norm_halves(x, y, lower_weight, upper_weight, eps, D, dtype)
+    turned_lower = (x * cos - y * sin).to(dtype)
+    turned_upper = (y * cos + x * sin).to(dtype)
+    if NORMED == NORMED_AFTER:
+        # Past the head there are no angles.
+        x = tl.where(mask, turned_lower.to(tl.float32), 0.0)
+        y = tl.where(mask, turned_upper.to(tl.float32), 0.0)
+        x, y = _norm_halves(x, y, lower_weight, upper_weight, eps, D, dtype)
+        turned_lower, turned_upper = x.to(dtype), y.to(dtype)
     # Values pass as they are.
     is_value = (head >= Q + G)[:, None]
-    lower = tl.where(is_value, lower, (x * cos - y * sin).to(dtype))
-    upper = tl.where(is_value, upper, (y * cos + x * sin).to(dtype))
+    lower = tl.where(is_value, lower, turned_lower)
+    upper = tl.where(is_value, upper, turned_upper)
 
     is_query = (head < Q)[:, None]
     target = out_ptr + lane * (Q * D) + head[:, None] * D + pair[None, :]
@@ -267,6 +285,14 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_query, column, END: tl.constexpr):
 
 
 @triton.jit
+def _norm_halves(x, y, lower_weight, upper_weight, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Both halves of heads [heads, pairs], float32, after the heads' RMSNorm."""
+    mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / D
+    scale = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
+    return scale_head(x, scale, lower_weight, dtype), scale_head(y, scale, upper_weight, dtype)
+
+
+@triton.jit
 def scale_head(x, scale, weight, dtype: tl.constexpr):
     """Float32 `x` times norm scale and weight, rounded to `dtype` after each, as float32.
 
@@ -292,6 +318,7 @@ def rope_append_reference(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
     kv_scales: torch.Tensor | None = None,
     rows: RopeRows | None = None,
     shift_S: torch.Tensor | None = None,
@@ -316,8 +343,11 @@ def rope_append_reference(
 
     heads = qkv_NX[live].view(len(position), num_heads + 2 * num_kv_heads, head_dim)
     turned, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
-    if q_norm_weight is not None and k_norm_weight is not None:
-        turned = _norm_heads_reference(turned, q_norm_weight, k_norm_weight, num_heads, eps)
+    norms = (
+        None if q_norm_weight is None or k_norm_weight is None else (q_norm_weight, k_norm_weight)
+    )
+    if norms is not None and not norm_after:
+        turned = _norm_heads_reference(turned, *norms, num_heads, eps)
     axis = None if rows is None else rows.axis_of.long()
     cos_live, sin_live = (_angles_of(each, row_NA, axis)[:, None] for each in (cos, sin))
     if not all_inside:
@@ -325,6 +355,8 @@ def rope_append_reference(
         cos_live = cos_live.masked_fill(unknown, math.nan)
         sin_live = sin_live.masked_fill(unknown, math.nan)
     turned = _rotate_reference(turned, cos_live, sin_live).to(qkv_NX.dtype)
+    if norms is not None and norm_after:
+        turned = _norm_heads_reference(turned, *norms, num_heads, eps)
     out[live] = turned[:, :num_heads]
     k = turned[:, num_heads:]
 

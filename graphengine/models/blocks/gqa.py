@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ from graphengine.models.weights import StoredLinear, Weight
 class GroupedQueryAttention:
     """Sizes and switches of the block.
 
-    qk_norm   an RMSNorm on each head's query and key before RoPE
+    qk_norm   an RMSNorm on each head's query and key before RoPE, or "after" it
     row_norm  whether these norms are each of all heads' values of a token together
     norm_eps  epsilon of these norms, and of the norms around the block
     normed    whether there is a norm before the block
@@ -63,7 +64,7 @@ class GroupedQueryAttention:
               one half a head further on; of whole heads alone
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
-    names     name of the output's linear, and how the names of the heads' norms end
+    names     of the output's linear, and of the norms of queries and of keys; or how both end
     one_linear  name of the linear in which a checkpoint has queries, keys and values, such as
               Phi-3's `qkv_proj`; "": each has its own
     transposed  whether a checkpoint has a linear's columns where others have its rows, as GPT-2's
@@ -82,7 +83,7 @@ class GroupedQueryAttention:
     norm_eps: float
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["after"] = False
     row_norm: bool = False
     normed: bool = True
     window: int = 0
@@ -93,7 +94,7 @@ class GroupedQueryAttention:
     sinks: bool = False
     softcap: float = 0.0
     gated: bool = False
-    names: tuple[str, str] = ("o_proj", "norm")
+    names: tuple[str, str] | tuple[str, str, str] = ("o_proj", "norm")
     one_linear: str = ""
     transposed: bool = False
     fed_size: int = 0
@@ -200,7 +201,7 @@ class GroupedQueryAttention:
 
         def norm(heads: int) -> Tensor | None:
             if not self.row_norm:
-                return new(self.qk_norm, self.head_dim)
+                return new(bool(self.qk_norm), self.head_dim)
             # The norm's output is rounded once, after its weight.
             return torch.empty(heads * self.head_dim, device=device, dtype=torch.float32)
 
@@ -289,11 +290,12 @@ class AttentionWeights:
     def _stored_vectors(self) -> dict[str, Weight]:
         """Everything but the linear of queries, keys and values, and the other's weight."""
         prefix, names = self.prefix, dict[str, Weight]()
-        output, norm = self.block.names
+        output, *norms = self.block.names
+        q_norm, k_norm = norms if len(norms) > 1 else (f"q_{norms[0]}", f"k_{norms[0]}")
         for name, whole in (
             (f"{output}.bias", self.output_bias),
-            (f"q_{norm}.weight", self.q_norm),
-            (f"k_{norm}.weight", self.k_norm),
+            (f"{q_norm}.weight", self.q_norm),
+            (f"{k_norm}.weight", self.k_norm),
         ):
             if whole is None:
                 continue
@@ -360,6 +362,7 @@ class AttentionWeights:
             q_norm_weight=None if block.row_norm else self.q_norm,
             k_norm_weight=None if block.row_norm else self.k_norm,
             eps=block.norm_eps,
+            norm_after=block.qk_norm == "after",
             kv_scales=self._scales_of(kv),
             window=block.window,
             sinks=self.sinks,
@@ -430,6 +433,7 @@ class AttentionWeights:
             q_norm_weight=None if block.row_norm else self.q_norm,
             k_norm_weight=None if block.row_norm else self.k_norm,
             eps=block.norm_eps,
+            norm_after=block.qk_norm == "after",
             kv_scales=self._scales_of(kv),
             rows=launch.rope_rows if isinstance(launch, PrefillLaunch) else None,
             shift_S=launch.rope_shift if isinstance(launch, DecodeLaunch) else None,
@@ -456,14 +460,7 @@ class AttentionWeights:
         block, lanes = self.block, begun.lanes
         qkv = self._qkv_product(residual, lanes.slot, launch)
         heads = self._append(
-            qkv,
-            block.num_heads,
-            lanes.slot,
-            lanes.position,
-            kv,
-            block_table,
-            tables,
-            launch,
+            qkv, block.num_heads, lanes.slot, lanes.position, kv, block_table, tables, launch
         )
         attended = paged_prefill_attention(
             heads,

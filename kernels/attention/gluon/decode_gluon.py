@@ -60,6 +60,7 @@ from graphengine.kernels.core.paged import FP8_KV, position_limit
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.plans import dot_columns
+from graphengine.kernels.norm_rope.rope import head_norms
 
 _WARPS = 4
 COPIED_BYTES = 16
@@ -141,7 +142,7 @@ def attend(
         max_seq_len=call.max_seq_len,
         split=split_tokens,
         row_lanes=tokens_per_row,
-        normed=call.q_norm_weight is not None,
+        normed=head_norms(call.q_norm_weight, after=call.norm_after),
         window=call.window,
         softcap=call.softcap,
         table_rows=0 if call.rope_shift_S is None else call.cos.shape[0],
@@ -205,7 +206,7 @@ def _shape(
     max_seq_len: int,
     split: int,
     row_lanes: int,
-    normed: bool,
+    normed: int,
     window: int,
     softcap: float,
     table_rows: int,

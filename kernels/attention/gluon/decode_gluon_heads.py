@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from graphengine.kernels.attention.gluon.decode_gluon_units import cache_offsets, heads_of
 from graphengine.kernels.core.paged import quantised_bits
 from graphengine.kernels.core.triton_versions import reinterpret, sync_threads
-from graphengine.kernels.norm_rope.rope import scale_head
+from graphengine.kernels.norm_rope.rope import NORMED_AFTER, scale_head
 
 BLOCK = gl.constexpr(16)
 """New tokens are written into a tile this many at a time."""
@@ -183,6 +183,12 @@ def _rotate(raw, angles, weight_ptr, eps, shape):
     copied: gl.constexpr = x.type.layout
     x = x.to(gl.float32)
     other = other.to(gl.float32)
+    if shape.normed == NORMED_AFTER:
+        x = (x * cos + other * signed_sin).to(dtype).to(gl.float32)
+        dim, _, _, _ = _halves(shape, copied)
+        weight = gl.load(weight_ptr + dim, mask=dim < shape.D, other=0.0)
+        scale = 1.0 / gl.sqrt_rn(gl.sum(x * x, axis=1) / shape.D + eps)
+        return _scale_head(x, scale[:, None], weight[None, :], dtype).to(dtype)
     if shape.normed:
         dim, _, _, partner = _halves(shape, copied)
         weight = gl.load(weight_ptr + dim, mask=dim < shape.D, other=0.0)

@@ -35,6 +35,7 @@ class Shape(NamedTuple):
     """Parts of a tile that have their own sums."""
     stages: Any
     normed: Any
+    """Whether queries and keys are normed before the rotation; `NORMED_AFTER`: after it."""
     fp8: Any
     """Whether the cache is of e4m3."""
     combine_rows: Any

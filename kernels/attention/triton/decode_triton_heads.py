@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.paged import quantised_bits
-from graphengine.kernels.norm_rope.rope import scale_head
+from graphengine.kernels.norm_rope.rope import NORMED_AFTER, scale_head
 
 
 class Rotation(NamedTuple):
@@ -50,7 +50,7 @@ def load_rotation(cos_ptr, sin_ptr, row, mask, dim, shape):
 
 @triton.jit
 def rotated(head_ptrs, mask, rotation, norm_ptr, eps, dim, shape):
-    """Load heads [rows, D'] at `head_ptrs` [rows, 1], norm them if the shape says so, and rotate.
+    """Load heads [rows, D'] at `head_ptrs` [rows, 1], and norm and rotate them as the shape says.
 
     The other half of each pair is loaded a second time, which avoids shuffling registers.
     """
@@ -70,6 +70,11 @@ def _rotate(x, other, rotation, norm_ptr, eps, dim, shape):
     dtype = x.dtype
     x = x.to(tl.float32)
     other = other.to(tl.float32)
+    if shape.normed == NORMED_AFTER:
+        x = (x * cos[None, :] + other * sin[None, :]).to(dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + dim.number, mask=dim.mask, other=0.0)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / shape.D + eps)
+        return scale_head(x, scale[:, None], weight[None, :], dtype).to(dtype)
     if shape.normed:
         weight = tl.load(norm_ptr + dim.number, mask=dim.mask, other=0.0)
         partner_weight = tl.load(norm_ptr + partner, mask=dim.mask, other=0.0)

@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     head_tiles: Any
     """Programs that share a kv head's query heads."""
     normed: Any
-    """Whether queries and keys are normed before they are rotated."""
+    """Whether queries and keys are normed before the rotation; `NORMED_AFTER`: after it."""
     fp8: Any
     """Whether the cache is of e4m3."""
     window: Any

@@ -61,6 +61,8 @@ class Problem:
     normed: bool = True
     plus_one: bool = False
     """Norms are Gemma 3's, in float32."""
+    after: bool = False
+    """Norms are Hunyuan's: after the rotation."""
     dtype: torch.dtype = torch.float32
     split: int = SPLIT_TOKENS
     seed: int = 0
@@ -98,7 +100,7 @@ class Problem:
             weights = (1 + 0.2 * self.draw(2, self.head_dim)).to(device)
             weights = weights.float() if self.plus_one else weights
             shared |= {"q_norm_weight": weights[0].contiguous(), "eps": EPS}
-            shared |= {"k_norm_weight": weights[1].contiguous()}
+            shared |= {"k_norm_weight": weights[1].contiguous(), "norm_after": self.after}
         return shared
 
 
@@ -280,6 +282,14 @@ def test_norms_may_be_in_float32(
 ) -> None:
     for split in KERNELS_SPLITS:
         problem = Problem(lengths=(0, 70), kv_heads=2, head_dim=256, plus_one=True, split=split)
+        assert_equals_the_definition(op, op_dtypes, place_cache, problem)
+
+
+def test_norms_may_follow_the_rotation(
+    op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    for split in KERNELS_SPLITS:
+        problem = Problem(lengths=(0, 70), kv_heads=2, head_dim=80, after=True, split=split)
         assert_equals_the_definition(op, op_dtypes, place_cache, problem)
 
 

@@ -48,6 +48,7 @@ def attend_nothing(
     split: int = 256,
     max_seq_len: int = 4096,
     normed: bool = False,
+    norm_after: bool = False,
     norm_dtype: torch.dtype = BF16,
     window: int = 0,
     kv_dtype: torch.dtype = BF16,
@@ -70,6 +71,7 @@ def attend_nothing(
         max_seq_len=max_seq_len,
         q_norm_weight=norm,
         k_norm_weight=norm,
+        norm_after=norm_after,
         kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
         window=window,
         split_tokens=split,
@@ -148,6 +150,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "short heads": {"head_dim": 40, "width": 2, "rows": 3, "kv_heads": 4, "normed": True},
     "padded heads": {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
+    "norms after": {"width": 3, "rows": 2, "normed": True, "norm_after": True},
     "fp8": {"kv_dtype": FP8_KV},
     "fp8 rows": {"kv_dtype": FP8_KV, "head_dim": 64, "width": 3, "rows": 2, "normed": True},
 }

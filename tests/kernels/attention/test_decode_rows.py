@@ -47,6 +47,8 @@ class Rows:
     block_size: int = 16
     split: int = 64
     normed: bool = True
+    after: bool = False
+    """Whether norms follow the rotation."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -78,7 +80,7 @@ class Rows:
         if self.normed:
             weights = (1 + 0.2 * self.draw(2, self.head_dim)).to(device)
             shared |= {"q_norm_weight": weights[0].contiguous(), "eps": 1e-6}
-            shared |= {"k_norm_weight": weights[1].contiguous()}
+            shared |= {"k_norm_weight": weights[1].contiguous(), "norm_after": self.after}
         return shared
 
 
@@ -282,6 +284,13 @@ def test_groups_of_heads(
             dtype=dtype,
         )
         assert_rows_are_tokens_one_by_one(kernel, place_cache, rows)
+
+
+def test_norms_after_the_rotation(
+    kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    rows = Rows(lengths=(62, 5), width=3, live=(3, 2), after=True, dtype=dtypes[-1])
+    assert_rows_are_tokens_one_by_one(kernel, place_cache, rows, padded_rows=1)
 
 
 @pytest.mark.parametrize("width", some_of([2, 4, 6], 0, 2))

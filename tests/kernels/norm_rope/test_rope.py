@@ -217,6 +217,8 @@ class Problem:
     normed: bool = True
     plus_one: bool = False
     """Norms are Gemma 3's: 1 and a weight, in float32."""
+    after: bool = False
+    """Norms are Hunyuan's: after the rotation."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -293,6 +295,7 @@ def append(
         num_heads=problem.heads,
         num_kv_heads=problem.kv_heads,
         eps=EPS,
+        norm_after=problem.after,
         out=out,
         **{name: weight.to(device) for name, weight in problem.norm_weights().items()},
     )
@@ -321,6 +324,13 @@ def transformers_append(problem: Problem) -> Appended:
 
     heads = problem.qkv_SX().view(len(problem.lengths), -1, problem.head_dim)
     q, k, v = heads.tensor_split([problem.heads, problem.heads + problem.kv_heads], dim=1)
+    rotary = LlamaRotaryEmbedding(transformers_config(LLAMA3, problem.head_dim))
+    angles = [
+        each[0].double()
+        for each in rotary(torch.zeros(1, 1, 1), torch.tensor(problem.lengths)[None])
+    ]
+    if problem.after:
+        q, k = (x.to(problem.dtype) for x in apply_rotary_pos_emb(q.double(), k.double(), *angles))
     if problem.normed:
         for name, weight in problem.norm_weights().items():
             norm = Qwen3RMSNorm(problem.head_dim, eps=EPS)
@@ -332,9 +342,9 @@ def transformers_append(problem: Problem) -> Appended:
                 q = norm(q).detach()
             else:
                 k = norm(k).detach()
-    rotary = LlamaRotaryEmbedding(transformers_config(LLAMA3, problem.head_dim))
-    cos, sin = rotary(torch.zeros(1, 1, 1), torch.tensor(problem.lengths)[None])
-    q, k = apply_rotary_pos_emb(q.double(), k.double(), cos[0].double(), sin[0].double())
+    q, k = q.double(), k.double()
+    if not problem.after:
+        q, k = apply_rotary_pos_emb(q, k, *angles)
     return Appended(q, k, v)
 
 
@@ -370,6 +380,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @SETTINGS
 @given(problem=problems())
 @example(problem=Problem(lengths=(3, 17), head_dim=256, plus_one=True))
+@example(problem=Problem(lengths=(3, 17, 40), head_dim=80, heads=6, after=True))
 def test_equals_transformers(
     op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], problem: Problem
 ) -> None:
@@ -389,17 +400,18 @@ def test_equals_transformers(
 
 
 @pytest.mark.parametrize("lanes_total", [1, 3, 8, 32])
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed", [True, False, "after"])
 def test_a_lane_has_the_same_bits_anywhere(
     op: Op,
     op_dtypes: tuple[torch.dtype, ...],
     place_cache: Callable[..., Any],
     lanes_total: int,
-    normed: bool,
+    normed: bool | str,
 ) -> None:
     lengths = (30, 0, 7, 8, 1)
     for dtype in op_dtypes:
-        problem = Problem(lengths=lengths, normed=normed, dtype=dtype)
+        norms = {"normed": bool(normed), "after": normed == "after"}
+        problem = Problem(lengths=lengths, dtype=dtype, **norms)
         alone = {slot: append(op, place_cache, problem, [slot]) for slot in range(len(lengths))}
         shuffle = random.Random(lanes_total)
         lanes = [*alone, *[-1] * 32][:lanes_total]
