@@ -15,6 +15,7 @@ from graphengine.models.hf.decoder_config import (
     expert_count,
     read_attention,
     read_mlp,
+    sparse_layers,
     with_experts,
 )
 
@@ -31,10 +32,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     attention = read_attention(settings, qk_norm=True)
     model = decoder_config(settings, architecture, attention, read_mlp(settings))
     count = _experts(settings)
-    step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
-    layers = tuple(
-        index for index in range(model.num_layers) if (index + 1) % step == 0 and index not in dense
-    )
+    layers = sparse_layers(settings)
     if not count or not layers:
         return model
     experts = Experts(

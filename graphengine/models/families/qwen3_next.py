@@ -16,7 +16,7 @@ from graphengine.models.families.qwen3_5 import (
 )
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import QWEN3_5_KEYS, HfConfig, Key
-from graphengine.models.hf.decoder_config import read_mlp
+from graphengine.models.hf.decoder_config import read_mlp, sparse_layers
 
 _KEYS = (
     Key("num_experts", "integer", (0, 2**16), default=512),
@@ -44,12 +44,11 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3NextForCausalLM` checkpoint."""
     config = _MISSING | dict(config)
     settings = hf_config.read_settings(without_layer_types(config), NEXT_DEFAULTS)
-    step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
-    mlp, experts = read_mlp(settings), None
+    mlp, experts, sparse = read_mlp(settings), None, sparse_layers(settings)
     if settings["num_experts"]:
         experts = gated_experts(settings, normalised=settings["norm_topk_prob"])
     feed_forwards = [
-        mlp if experts is None or (index + 1) % step or index in dense else experts
+        mlp if experts is None or index not in sparse else experts
         for index in range(settings["num_hidden_layers"])
     ]
     return delta_hybrid(config, settings, architecture, feed_forwards)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from graphengine.models.contract import ModelConfig
 from graphengine.models.families import (
     beside_towers,
+    cohere,
     cohere2,
     deepseek,
     ernie4_5,
     exaone4,
+    gemma,
     gemma2,
     gemma3,
     glm4_moe,
@@ -20,6 +22,7 @@ from graphengine.models.families import (
     gpt_oss,
     granite,
     granite4,
+    hunyuan,
     lfm2,
     llama,
     minimax_m2,
@@ -30,6 +33,7 @@ from graphengine.models.families import (
     olmo,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen2_vl,
     qwen3,
     qwen3_5,
@@ -38,16 +42,19 @@ from graphengine.models.families import (
     qwen3_vl,
     seed_oss,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from graphengine.models.hf.config_schema import HfConfig, read_key
 
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
+    "CohereForCausalLM": cohere.read_config,
     "Cohere2ForCausalLM": cohere2.read_config,
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
     "Ernie4_5ForCausalLM": ernie4_5.read_config,
     "Exaone4ForCausalLM": exaone4.read_config,
+    "GemmaForCausalLM": gemma.read_config,
     "Gemma2ForCausalLM": gemma2.read_config,
     "Gemma3ForCausalLM": gemma3.read_config,
     "Gemma3ForConditionalGeneration": gemma3.read_config,
@@ -58,6 +65,8 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "GptOssForCausalLM": gpt_oss.read_config,
     "GraniteForCausalLM": granite.read_config,
     "GraniteMoeHybridForCausalLM": granite4.read_config,
+    "HunYuanDenseV1ForCausalLM": hunyuan.read_config,
+    "HunYuanMoEV1ForCausalLM": hunyuan.read_moe,
     "Idefics3ForConditionalGeneration": beside_towers.read_config,
     "Lfm2ForCausalLM": lfm2.read_config,
     "Lfm2MoeForCausalLM": lfm2.read_moe,
@@ -75,6 +84,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Olmo3ForCausalLM": olmo.read_v3,
     "Phi3ForCausalLM": phi3.read_config,
     "Qwen2ForCausalLM": qwen2.read_config,
+    "Qwen2MoeForCausalLM": qwen2_moe.read_config,
     "Qwen2VLForConditionalGeneration": qwen2_vl.read_config,
     "Qwen2_5_VLForConditionalGeneration": qwen2_vl.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
@@ -88,6 +98,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3VLForConditionalGeneration": qwen3_vl.read_config,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl.read_moe,
     "SmolLM3ForCausalLM": smollm3.read_config,
+    "StableLmForCausalLM": stablelm.read_config,
     "Starcoder2ForCausalLM": starcoder2.read_config,
     "SmolVLMForConditionalGeneration": beside_towers.read_config,
 }
@@ -120,6 +131,10 @@ def _architecture(config: HfConfig) -> str:
         return first
     model_types = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
     model_types |= {"gemma3text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+    model_types |= {
+        "hunyuanv1dense": "HunYuanDenseV1ForCausalLM",
+        "hunyuanv1moe": "HunYuanMoEV1ForCausalLM",
+    }
     # "qwen3_moe" is the type of a Qwen3Moe.
     name = model_types.get((model_type or "").replace("_", ""), "")
     if not name:

@@ -259,9 +259,14 @@ GPT2_KEYS = (
 )
 """The keys of `config.json` that are read for GPT-2."""
 
-COHERE2_KEYS = (
+COHERE_KEYS = (
     Key("layer_norm_eps", "number", (0, 1), default=1e-5),
     Key("logit_scale", "number", (1e-6, 1e6), default=0.0625),
+)
+"""The keys of `config.json` that are read for Cohere."""
+
+COHERE2_KEYS = (
+    *COHERE_KEYS,
     # Every n-th layer has no window; read where there are no `layer_types`.
     Key("sliding_window_pattern", "integer", (1, 1024), default=4),
     Key("position_embedding_type", "text", default=None, null=True),
@@ -286,6 +291,13 @@ STARCODER2_KEYS = (
     Key("norm_type", "text", default="layer_norm"),
 )
 """The keys of `config.json` that are read for StarCoder 2 besides Llama's."""
+
+STABLELM_KEYS = (
+    Key("layer_norm_eps", "number", (0, 1), default=1e-5),
+    Key("use_qkv_bias", "flag", default=False),
+    Key("use_parallel_residual", "flag", default=False),
+)
+"""The keys of `config.json` that are read for StableLM."""
 
 SMOLLM3_KEYS = (
     Key("no_rope_layers", "integers", (0, 1), default=None, null=True),
@@ -337,6 +349,7 @@ _FACTORS_OF_ROPE: Mapping[str, tuple[Any, ...]] = {
     "extrapolation_factor": (1,),
     "apply_yarn_scaling": (True,),
     "llama_4_scaling_beta": (0,),
+    "alpha": (),
 }
 
 
@@ -426,7 +439,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS, *GPT_NEOX_KEYS),
-        *COHERE2_KEYS,
+        *(*COHERE2_KEYS, *STABLELM_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

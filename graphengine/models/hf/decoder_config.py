@@ -110,6 +110,13 @@ def with_experts(model: DecoderConfig, experts: Experts, where: Collection[int])
     return replace(model, layers=layers)
 
 
+def sparse_layers(settings: dict[str, Any]) -> list[int]:
+    """The layers with experts, by the keys of Qwen's families."""
+    step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
+    layers = range(settings["num_hidden_layers"])
+    return [index for index in layers if (index + 1) % step == 0 and index not in dense]
+
+
 def expert_count(settings: dict[str, Any], name: str) -> int:
     """The experts of a layer, by the key of this name; ValueError if tokens cannot choose so."""
     count: int = settings[name]

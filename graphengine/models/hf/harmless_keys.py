@@ -10,7 +10,9 @@ _HARMLESS = """
     cache_implementation cache_config internal_version pretraining_tp transformers.js_config
 
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
-    decoder_start_token_id vocab_file tokenizer_class
+    decoder_start_token_id vocab_file tokenizer_class eod_token_id im_start_id im_end_id
+    im_newline_id text_start_id text_end_id video_start_id video_end_id mask_init_id
+    num_media_embeds
 
     attention_dropout attention_probs_dropout_prob classifier_dropout dropout embd_pdrop
     embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout
@@ -24,6 +26,8 @@ _HARMLESS = """
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder
     ignore_index is_llama_config label2id neftune_noise_alpha num_labels output_attentions
     output_hidden_states output_scores perceiver_config pixel_shuffle_factor use_resampler
+    add_classification_head class_num skip_cls_token moe_drop_tokens
+    moe_random_routing_dropped_token
     prefix problem_type pruned_heads return_dict return_dict_in_generate task_specific_params
     tf_legacy_loss tie_encoder_decoder tie_last_hidden_states
 

@@ -60,6 +60,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rotary_dim": (),
     "attn_type_list": ([],),
     "use_mrope": (False,),
+    "use_rotary_pos_emb": (True,),
+    "position_embedding_xdrope": (False,),
+    "xdrope_section": ([],),
     "rope_local_base_freq": (),
     "layer_rope_theta": ([],),
     "attn_temperature_tuning": (False, 0),
@@ -67,6 +70,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (0,),
     "q_lora_rank": (0,),
     "cla_share_factor": (0, 1),
+    "use_cla": (False,),
+    "use_mla": (False,),
     "position_embedding_type": ("rope",),
     # Other names of `hidden_act`.
     "hidden_activation": ("silu",),
@@ -95,6 +100,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_double_wide_mlp": (False,),
     "lm_head_bias": (False,),
     "qkv_bias": (False,),
+    "use_qkv_bias": (False,),
     "attention_out_bias": (False,),
     "use_gemma_norm": (False,),
     # Factors and caps.

@@ -402,8 +402,8 @@ def test_keys_of_real_checkpoints_are_known(name: str) -> None:
 )
 def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
     assert unknown_keys(config.to_dict()) == []
-    assert unknown_keys(SMALL | {"scale_sinks": 1, "rope_scaling": {"alpha": 2}}) == [
-        "rope_scaling.alpha",
+    assert unknown_keys(SMALL | {"scale_sinks": 1, "rope_scaling": {"beta": 2}}) == [
+        "rope_scaling.beta",
         "scale_sinks",
     ]
 
@@ -659,11 +659,11 @@ def test_the_model_type_says_what_architectures_do_not(family: str, architecture
 
 def test_neither_architecture_nor_model_type_lists_the_known() -> None:
     refused(
-        "has no architectures, and model_type=None; known: Cohere2ForCausalLM, Deepseek",
+        "has no architectures, and model_type=None; known: Cohere2ForCausalLM, CohereFor",
         small(architectures=None),
     )
     refused(
-        "model_type='gpt3'; known: Cohere2ForCausalLM, Deepseek",
+        "model_type='gpt3'; known: Cohere2ForCausalLM, CohereFor",
         small(architectures=[], model_type="gpt3"),
     )
     refused(

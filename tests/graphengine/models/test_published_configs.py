@@ -20,14 +20,12 @@ from graphengine.models.quantised.config import read_quantisation
 ROOT = Path(__file__).resolve().parents[3]
 UNKNOWN = [
     "BaichuanForCausalLM",
-    "CohereForCausalLM",
     "DeepseekForCausalLM",
     "DeepseekV32ForCausalLM",
     "DeepseekV4ForCausalLM",
     "GPTBigCodeForCausalLM",
     "GPTJForCausalLM",
     "Gemma4ForConditionalGeneration",
-    "GemmaForCausalLM",
     "GlmMoeDsaForCausalLM",
     "InternLM2ForCausalLM",
     "KimiK25ForConditionalGeneration",
@@ -37,8 +35,6 @@ UNKNOWN = [
     "MiniMaxM3ForCausalLM",
     "PhiForCausalLM",
     "QWenLMHeadModel",
-    "Qwen2MoeForCausalLM",
-    "StableLmForCausalLM",
     "Step3p7FlashForCausalLM",
 ]
 """Architectures that the engine does not know."""

@@ -28,6 +28,15 @@ from graphengine.speculative import MTP
 NAMES = tuple(MODELS)
 # One of each family.
 FIRST = ("glm-lite", "minimax", "seed", "exaone", "ernie")
+MORE = (
+    "hunyuan",
+    "hunyuan-moe",
+    "qwen2-moe",
+    "gemma",
+    "stablelm",
+    "stablelm-side-by-side",
+    "cohere",
+)
 PROMPT_LENGTHS = extent((90,), (1, 17, 90, 300))
 
 
@@ -58,7 +67,7 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, extent((17,), (3, 75)))
 
 
-@pytest.mark.parametrize("name", extent(("minimax-whole",), FIRST))
+@pytest.mark.parametrize("name", extent(("minimax-whole", "hunyuan"), FIRST + MORE))
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     random_oracles: dict[str, Any], device: str, name: str
 ) -> None:
@@ -66,7 +75,7 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     assert_same_in_any_company(partial(open_engine, oracle.path, device=device), oracle)
 
 
-@pytest.mark.parametrize("name", extent(("exaone",), FIRST))
+@pytest.mark.parametrize("name", extent(("exaone",), FIRST + MORE))
 def test_sessions_go_on_and_are_rewound(
     random_oracles: dict[str, Any], device: str, name: str
 ) -> None:

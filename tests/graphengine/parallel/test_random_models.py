@@ -28,6 +28,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
             ("minimax", {"pipeline_parallel": 2}),
             ("exaone", {"pipeline_parallel": 2}),
             ("ernie", {"tensor_parallel": 2}),
+            ("hunyuan-moe", {"tensor_parallel": 2}),
+            ("stablelm-side-by-side", {"tensor_parallel": 2}),
         ],
         *(1, 2, 4),
     ),

@@ -16,6 +16,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 SIZES: dict[str, Any] = {
     "vocab_size": 271, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 7,
     "pad_token_id": 0, "tie_word_embeddings": False,
@@ -90,5 +91,58 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         num_attention_heads=3, num_key_value_heads=1, head_dim=80, num_local_experts=5,
         num_experts_per_tok=2, tie_word_embeddings=True,
         rope_parameters=YARN | {"partial_rotary_factor": 1.0},
+    ),
+    "hunyuan": lambda: make(
+        "HunYuanDenseV1", hidden_size=72, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-3,
+        rope_parameters=ALPHA,
+    ),
+    "hunyuan-biases": lambda: make(
+        "HunYuanDenseV1", hidden_size=88, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=80, attention_bias=True,
+    ),
+    "hunyuan-moe": lambda: make(
+        "HunYuanMoEV1", hidden_size=56, intermediate_size=36, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=7, moe_topk=3,
+        num_experts_per_tok=3, rope_parameters=ALPHA,
+    ),
+    "qwen2-moe": lambda: make(
+        "Qwen2Moe", hidden_size=128, intermediate_size=60, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=20,
+        shared_expert_intermediate_size=44, num_experts=7, num_experts_per_tok=3,
+        mlp_only_layers=[1],
+    ),
+    "qwen2-moe-second": lambda: make(
+        "Qwen2Moe", hidden_size=120, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=3, num_key_value_heads=3, moe_intermediate_size=28,
+        shared_expert_intermediate_size=36, num_experts=5, num_experts_per_tok=2,
+        norm_topk_prob=True, decoder_sparse_step=2, qkv_bias=False, tie_word_embeddings=True,
+    ),
+    "gemma": lambda: make(
+        "Gemma", hidden_size=72, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    ),
+    "gemma-biases": lambda: make(
+        "Gemma", hidden_size=54, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=80, attention_bias=True,
+        rope_parameters=YARN,
+    ),
+    "stablelm": lambda: make(
+        "StableLm", hidden_size=192, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=3, num_key_value_heads=1, use_qkv_bias=True, layer_norm_eps=1e-3,
+    ),
+    "stablelm-side-by-side": lambda: make(
+        "StableLm", hidden_size=160, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, use_parallel_residual=True,
+        tie_word_embeddings=True, partial_rotary_factor=0.5,
+    ),
+    "cohere": lambda: make(
+        "Cohere", hidden_size=192, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=3, num_key_value_heads=1, logit_scale=0.3, layer_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
+    "cohere-biases": lambda: make(
+        "Cohere", hidden_size=160, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, attention_bias=True,
     ),
 }  # fmt: skip

@@ -32,6 +32,7 @@ _MOE = {**_QWEN, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_s
         "shared_expert_intermediate_size": 512}  # fmt: skip
 
 CONFIGS: Mapping[str, Config] = {
+    "CohereForCausalLM": _DENSE,
     "Cohere2ForCausalLM": {**_DENSE, "sliding_window": 256, "sliding_window_pattern": 2},
     "DeepseekV2ForCausalLM": {**SHAPES["deepseek-v2-lite"], **_FEW, "n_routed_experts": 8},
     "DeepseekV3ForCausalLM": {
@@ -41,6 +42,7 @@ CONFIGS: Mapping[str, Config] = {
     "Gemma2ForCausalLM": {**_DENSE, "head_dim": 128, "sliding_window": 256},
     "Ernie4_5ForCausalLM": {**_DENSE, "use_bias": True},
     "Exaone4ForCausalLM": {**_DENSE, "sliding_window": 256, "sliding_window_pattern": 2},
+    "GemmaForCausalLM": {**_DENSE, "head_dim": 128},
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}},
     "Glm4MoeForCausalLM": {**_EXPERTS, "head_dim": 128, "attention_bias": True,
@@ -55,6 +57,10 @@ CONFIGS: Mapping[str, Config] = {
     "GraniteMoeHybridForCausalLM": {
         **SHAPES["granite-4-h-1b"], **_FEW, "layer_types": ["mamba", "attention"],
     },
+    "HunYuanDenseV1ForCausalLM": {
+        **_DENSE, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    },
+    "HunYuanMoEV1ForCausalLM": {**_DENSE, "num_experts": 8, "moe_topk": 2},
     "Idefics3ForConditionalGeneration": {"text_config": _DENSE},
     "Lfm2ForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3},
     "Lfm2MoeForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3, "num_experts": 8,
@@ -80,6 +86,8 @@ CONFIGS: Mapping[str, Config] = {
                          "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3ForCausalLM": {**_DENSE, "sliding_window": 256},
     "Qwen2ForCausalLM": _DENSE,
+    "Qwen2MoeForCausalLM": {**_DENSE, "num_experts": 8, "num_experts_per_tok": 2,
+                            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     "Qwen2VLForConditionalGeneration": _AXES,
     "Qwen2_5_VLForConditionalGeneration": _AXES,
     "Qwen3ForCausalLM": {**SHAPES["qwen3-4b"], **_FEW},
@@ -101,6 +109,7 @@ CONFIGS: Mapping[str, Config] = {
         "vision_config": {"deepstack_visual_indexes": [1]},
     },
     "SmolLM3ForCausalLM": _DENSE,
+    "StableLmForCausalLM": _DENSE,
     "Starcoder2ForCausalLM": {**_DENSE, "sliding_window": 256},
     "SmolVLMForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "llama"}},
 }  # fmt: skip
