@@ -115,7 +115,7 @@ class DecoderWeights(ModelWeights):
         """Tensors that are not packed, by name. Each rank has the whole vocabulary."""
         config = self.config
         names: dict[str, Weight] = {}
-        if config.final_norm_name:
+        if config.final_norm_name and config.norms != "layer_plain":
             names[f"{config.final_norm_name}.weight"] = Weight(self.final_norm)
         if self.final_bias is not None:
             names[f"{config.final_norm_name}.bias"] = Weight(self.final_bias)
@@ -556,7 +556,7 @@ class DecoderConfig(Composition):
             shape = (self.vocab_size, hidden)
             lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
         final_norm = new(hidden)
-        if not self.final_norm_name:
+        if not self.final_norm_name or self.norms == "layer_plain":
             final_norm = torch.ones_like(final_norm)
         biased = self.norms == "layer_biased" and (span is None or span.ends)
         placed = self.position_name and (span is None or span.begins)

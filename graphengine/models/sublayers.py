@@ -118,7 +118,8 @@ def weights_width(block: BlockWeights, lanes: int) -> int:
 class SublayerWeights:
     """A block's weights, and those of the norms around it; names are the checkpoint's.
 
-    norm       all ones where there is no norm before the block, whose name is "" then
+    norm       all ones where there is no norm before the block, whose name is "" then, or where the
+               norm has no weights
     norm_bias  of a LayerNorm; None: it has none
     kind       of the norm before the block
     post_norm  of the norm between the block and the sum; None: there is none
@@ -148,7 +149,8 @@ class SublayerWeights:
 
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name."""
-        norms = {f"{name}.weight": Weight(norm) for name, norm in self.norms().items()}
+        held = {} if self.kind == "layer_plain" else self.norms()
+        norms = {f"{name}.weight": Weight(norm) for name, norm in held.items()}
         if self.norm_bias is not None:
             norms[f"{self.norm_name}.bias"] = Weight(self.norm_bias)
         return norms | self.block.stored()
@@ -199,6 +201,8 @@ def allocate_sublayers(
 
     # Sublayers side by side may share a norm.
     made = {each.norm: norm() for each in layer}
+    if norms == "layer_plain":
+        made = {name: torch.ones_like(weight) for name, weight in made.items()}
     biases = {name: norm() if norms == "layer_biased" else None for name in made}
     for each in layer:
         yield SublayerWeights(

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-NormKind = Literal["rms", "layer", "layer_biased"]
-"""RMSNorm, or LayerNorm without a bias or with one."""
+NormKind = Literal["rms", "layer", "layer_biased", "layer_plain"]
+"""RMSNorm; or LayerNorm without a bias, with one, or without weights too."""
 
 
 class LayerNorm(NamedTuple):

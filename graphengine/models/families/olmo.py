@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms only after blocks, and norms of all heads' queries and keys together.
+"""OLMo: Llama with LayerNorms that have no weights. OLMo 2 and 3: norms only after blocks, and of
+all heads' queries and keys together.
 
 Three layers of four of OLMo 3 have a window; only the others scale RoPE.
 """
@@ -16,9 +17,10 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import composed, read_attention, read_mlp
+from graphengine.models.hf.decoder_config import composed, decoder_config, read_attention, read_mlp
 from graphengine.models.sublayers import post_normed_layer
 
+V1 = hf_config.FamilyDefaults(max_positions=2048)
 V2 = hf_config.FamilyDefaults(max_positions=2048)
 V3 = hf_config.FamilyDefaults(max_positions=2048, windows="switched")
 # transformers' defaults for missing keys, where other families have different ones.
@@ -32,6 +34,19 @@ _MISSING = {
 }
 _FULL, _SLIDING = LAYER_TYPES
 _THETA = 500_000.0
+
+
+def read_v1(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of an `OlmoForCausalLM` checkpoint."""
+    settings = hf_config.read_settings(_MISSING | dict(config), V1)
+    # The keys have no epsilon: it is always the default of `_MISSING`.
+    eps = _MISSING["rms_norm_eps"]
+    if settings["rms_norm_eps"] != eps:
+        raise unsupported("rms_norm_eps", settings["rms_norm_eps"], f"null or {eps}")
+    attention = read_attention(settings)
+    return decoder_config(
+        settings, architecture, attention, read_mlp(settings), norms="layer_plain"
+    )
 
 
 def read_v2(config: HfConfig, architecture: str) -> DecoderConfig:

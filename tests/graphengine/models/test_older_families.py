@@ -1,7 +1,10 @@
-"""Configs of Qwen2-MoE, Gemma 1, StableLM and Cohere: what is read of them, and what is refused."""
+"""Configs of Qwen2-MoE, Gemma 1, StableLM, Cohere, OLMo 1 and InternLM 3: what is read of them, and
+what is refused.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +22,34 @@ GEMMA = PUBLISHED["google/gemma-2b"].config
 STABLELM = PUBLISHED["stabilityai/stablelm-2-zephyr-1_6b"].config
 AYA = PUBLISHED["CohereForAI/aya-23-8B"].config
 
+OLMO: dict[str, Any] = {
+    "architectures": ["OlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "clip_qkv": None, "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 8192, "max_position_embeddings": 2048, "model_type": "olmo",
+    "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16,
+    "pad_token_id": 1, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "use_cache": True, "vocab_size": 50304,
+}  # fmt: skip
+"""The sizes of OLMo-1B."""
+INTERNLM: dict[str, Any] = {
+    "architectures": ["InternLM3ForCausalLM"], "bias": False, "bos_token_id": 1,
+    "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 10240, "max_position_embeddings": 32768, "model_type": "internlm3",
+    "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "qkv_bias": False, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 128512,
+}  # fmt: skip
+"""The sizes of InternLM3-8B."""
+
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(QWEN, 14.32), (GEMMA, 2.506), (STABLELM, 1.645), (AYA, 8.028)],
-    ids=["qwen2-moe", "gemma", "stablelm", "cohere"],
+    [
+        *((QWEN, 14.32), (GEMMA, 2.506), (STABLELM, 1.645), (AYA, 8.028)),
+        *((OLMO, 1.177), (INTERNLM, 8.804)),
+    ],
+    ids=["qwen2-moe", "gemma", "stablelm", "cohere", "olmo", "internlm3"],
 )
 def test_parameters_are_as_many_as_published(config: dict[str, Any], billions: float) -> None:
     weights = composed(read_model_config(config)).allocate(device="meta", dtype=torch.bfloat16)
@@ -72,6 +98,26 @@ def test_cohere_has_rope_in_all_layers() -> None:
     assert missing.rope and missing.rope.theta == 5e5
 
 
+def test_norms_of_olmo_have_no_weights() -> None:
+    model = composed(read_model_config(OLMO | {"num_hidden_layers": 2, "vocab_size": 96}))
+    weights = model.allocate(device="cpu", dtype=torch.bfloat16)
+    assert not [name for name in weights.stored() if "norm" in name]
+    norms = [each.norm for layer in weights.layers for each in layer.sublayers]
+    assert all(bool((norm == 1).all()) for norm in (*norms, weights.final_norm))
+    assert not weights.layers[0].may_split, "a LayerNorm sums over all of a lane's values"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_internlm_3_is_a_llama(biased: bool) -> None:
+    told = INTERNLM | {"qkv_bias": biased, "bias": biased}
+    llama = INTERNLM | {"attention_bias": biased, "mlp_bias": biased}
+    llama = {name: llama[name] for name in llama if name not in ("qkv_bias", "bias")}
+    model = composed(read_model_config(told))
+    assert model.rope and model.rope.kind == "dynamic" and model.max_prompt == 32768
+    as_llama = read_model_config(llama | {"architectures": ["LlamaForCausalLM"]})
+    assert replace(model, architecture="LlamaForCausalLM") == as_llama
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
@@ -86,6 +132,9 @@ def test_cohere_has_rope_in_all_layers() -> None:
         (STABLELM, {"partial_rotary_factor": 0.3}, "19 of head_dim=64 values turn: must be even"),
         (STABLELM, {"hidden_act": "gelu"}, "hidden_act='gelu': supported: 'silu', 'swish'"),
         (AYA, {"use_qk_norm": True}, "use_qk_norm=True: supported: null or False"),
+        (OLMO, {"clip_qkv": 8.0}, "clip_qkv=8.0: supported: null"),
+        (OLMO, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06: supported: null or 1e-05"),
+        (INTERNLM, {"bias": True}, "qkv_bias=False: supported: True, as bias is"),
         (AYA, {"head_dim": 64}, "head_dim=64: supported: 4096 / 32 heads"),
     ],
 )  # fmt: skip

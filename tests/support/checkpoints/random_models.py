@@ -145,4 +145,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         "Cohere", hidden_size=160, intermediate_size=44, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, attention_bias=True,
     ),
+    "olmo": lambda: make(
+        "Olmo", hidden_size=192, intermediate_size=100, num_hidden_layers=3,
+        num_attention_heads=3, num_key_value_heads=1,
+    ),
+    "olmo-biases": lambda: make(
+        "Olmo", hidden_size=160, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, attention_bias=True,
+    ),
 }  # fmt: skip
