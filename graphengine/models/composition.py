@@ -140,8 +140,13 @@ class Composition(ABC):
 
         return self._with_sublayers(changed)
 
-    def named_as(self, tensors: Mapping[str, Shaped]) -> Self:
-        """This model where experts have the names and layout of a checkpoint with these tensors."""
+    def named_as(
+        self, tensors: Mapping[str, Shaped], prefixes: Sequence[str] | None = None
+    ) -> Self:
+        """This model where experts have the names and layout of a checkpoint with these tensors.
+
+        prefixes  of the layers in the checkpoint; None: the usual ones
+        """
 
         def changed(prefix: str, each: Sublayer) -> Sublayer:
             block = each.block
@@ -155,7 +160,7 @@ class Composition(ABC):
                 return each
             return each._replace(block=replace(block, names=other))
 
-        return self._with_sublayers(changed)
+        return self._with_sublayers(changed, prefixes)
 
     def with_state_dtype(self, dtype: torch.dtype) -> Self:
         """This model with heads' states in this dtype; itself where no layer has any."""
@@ -173,10 +178,17 @@ class Composition(ABC):
         """This model with each block replaced by `changed` of it."""
         return self._with_sublayers(lambda _, each: each._replace(block=changed(each.block)))
 
-    def _with_sublayers(self, changed: Callable[[str, Sublayer], Sublayer]) -> Self:
+    def _with_sublayers(
+        self,
+        changed: Callable[[str, Sublayer], Sublayer],
+        prefixes: Sequence[str] | None = None,
+    ) -> Self:
         """This model with each sublayer replaced by `changed(layer's prefix, sublayer)`."""
+        if prefixes is None:
+            prefixes = [prefix for prefix, _ in named_layers(self)]
         layers = tuple(
-            tuple(changed(prefix, each) for each in layer) for prefix, layer in named_layers(self)
+            tuple(changed(prefix, each) for each in layer)
+            for prefix, layer in zip(prefixes, self.layers, strict=True)
         )
         return replace(self, layers=layers)
 

@@ -18,7 +18,7 @@ Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -36,7 +36,7 @@ from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
 from graphengine.models.composition import blocks_of, experts_of, windows_of
-from graphengine.models.contract import ModelConfig
+from graphengine.models.contract import ModelConfig, Shaped
 from graphengine.models.decoder import DecoderConfig, as_decoder
 from graphengine.models.decoder_layer import (
     LayerWeights,
@@ -260,6 +260,11 @@ class MtpConfig:
     def stored_as(self, forms: WeightForms) -> Self:
         """A copy with weights stored in `forms`, for a target that is stored in them, too."""
         return replace(self, decoder=self.decoder.stored_as(forms))
+
+    def named_as(self, tensors: Mapping[str, Shaped]) -> Self:
+        """A copy where experts have the names and layout of a checkpoint with these tensors."""
+        prefixes = [prefix + self.layout.layer for prefix in self.prefixes]
+        return replace(self, decoder=self.decoder.named_as(tensors, prefixes))
 
     def projection(self, prefix: str) -> str:
         """The checkpoint's name of the projection of the module with this prefix."""

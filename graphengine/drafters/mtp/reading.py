@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,9 +50,11 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     settings = read_keys(language_model(checkpoint.config), MTP_KEYS)
     _check_settings(checkpoint, settings, layout, len(prefixes))
     experts = _expert_modules(checkpoint, target, layout, prefixes)
+    _check_feed_forwards(settings["mtp_mlp_layer_types"], experts, len(prefixes))
     # `_check_settings` has refused other types.
     full = settings["mtp_layer_types"] is not None
     mtp = MtpConfig.of_target(target, layout, prefixes, experts, full_attention=full)
+    mtp = mtp.named_as(names)
     quantisation = quantisation_of(checkpoint)
     if quantisation is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
@@ -96,9 +98,9 @@ def _check_settings(
             settings["chain_hidden_post_norm"],
             f"null: the layout {layout.name} hands on what each module's own norm makes",
         )
-    for name, kind in (("mtp_layer_types", "full_attention"), ("mtp_mlp_layer_types", "dense")):
-        if any(given != kind for given in settings[name] or ()):
-            raise unsupported(name, settings[name], f"{kind!r} in every layer")
+    types = settings["mtp_layer_types"]
+    if any(given != "full_attention" for given in types or ()):
+        raise unsupported("mtp_layer_types", types, "'full_attention' in every layer")
 
 
 def _expert_modules(
@@ -126,6 +128,16 @@ def _expert_modules(
             if names and kind == _EXPERTS and index not in found:
                 found.append(index)
     return tuple(found)
+
+
+def _check_feed_forwards(told: list[str] | None, experts: Collection[int], modules: int) -> None:
+    """Raise ValueError if `config.json` gives modules other feed-forwards than they have.
+
+    experts  the modules that have experts
+    """
+    found = ["sparse" if index in experts else "dense" for index in range(modules)]
+    if told is not None and told != found:
+        raise unsupported("mtp_mlp_layer_types", told, f"{found}, as the tensors have it")
 
 
 def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:

@@ -137,8 +137,7 @@ def delta_hybrid(
         (mixers[kind], Sublayer("post_attention_layernorm", "mlp.", feed_forward))
         for kind, feed_forward in zip(types, feed_forwards, strict=True)
     )
-    mlps = [each for each in dict.fromkeys(feed_forwards) if isinstance(each, Swiglu)]
-    mlp = mlps[0] if len(set(feed_forwards)) == len(mlps) == 1 else None
+    mlp = read_mlp(settings)
     return composed(settings, architecture, layers, mlp=mlp, rope=rope, norms_plus_one=True)
 
 

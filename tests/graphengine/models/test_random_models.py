@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from checkpoints.random_models import MODELS
 from checkpoints.small_decoders import block_in, composed, expert_layers
@@ -23,7 +21,6 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
-from graphengine.speculative import MTP
 
 NAMES = tuple(MODELS)
 # One of each family.
@@ -82,27 +79,6 @@ def test_sessions_go_on_and_are_rewound(
     oracle = random_oracles[name]
     with open_engine(oracle.path, device=device, prefill_buckets=(16, 64)) as engine:
         assert_rewinds(engine, oracle)
-
-
-def test_a_draft_module_of_glm_lite(random_oracles: dict[str, Any], tmp_path: Path) -> None:
-    """A layer past the others, as in DeepSeek-V3's checkpoints; here it is a copy of the last."""
-    oracle = random_oracles["glm-lite"]
-    config = json.loads((oracle.path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    tensors = {n: t for f in oracle.path.glob("*.safetensors") for n, t in load_file(f).items()}
-    last, module = "model.layers.2.", "model.layers.3."
-    tensors |= {n.replace(last, module): t.clone() for n, t in tensors.items() if last in n}
-    hidden = config["hidden_size"]
-    ones = {f"{module}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
-    tensors |= ones | {f"{module}shared_head.norm.weight": torch.ones(hidden)}
-    tensors[f"{module}eh_proj.weight"] = torch.eye(hidden, 2 * hidden)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    prompts = oracle.prompts((9, 40))
-    with open_engine(oracle.path, device="cpu") as engine:
-        expected = [each.token_ids for each in engine.generate(prompts, greedy(24))]
-    with open_engine(tmp_path, device="cpu", speculative=MTP(k=2)) as engine:
-        assert [each.token_ids for each in engine.generate(prompts, greedy(24))] == expected
-        assert engine.acceptance.proposed > 0
 
 
 GLM_FLASH: dict[str, Any] = {

@@ -15,15 +15,21 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -52,6 +58,12 @@ LATENT: dict[str, Any] = GROUPS | {
     "num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 44, "qk_nope_head_dim": 20,
     "qk_rope_head_dim": 16, "v_head_dim": 24, "head_dim": 16,
 }  # fmt: skip
+# The last layer attends, as a module's does.
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+DELTA_KINDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
 
 
 def _target(kind: str, modules: int) -> PreTrainedModel:
@@ -68,19 +80,26 @@ def _target(kind: str, modules: int) -> PreTrainedModel:
             windows = {"use_sliding_window": True, "sliding_window": 5, "layer_types": layers}
             return Qwen3ForCausalLM(Qwen3Config(**sizes, **full, **windows))
         case "qwen3.5":
-            # The last layer attends, as a module's does.
-            layers = ["linear_attention", "full_attention"]
-            delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                     "linear_key_head_dim": 12, "linear_value_head_dim": 20}  # fmt: skip
-            return Qwen3_5ForCausalLM(
-                Qwen3_5TextConfig(**sizes, **full, **delta, layer_types=layers)
-            )
+            return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **full, **DELTA))
+        case "qwen3-next":
+            experts = EXPERTS | {"shared_expert_intermediate_size": 36, "num_experts": 5}
+            following = Qwen3NextConfig(**sizes, **full, **DELTA, **experts)
+            return Qwen3NextForCausalLM._from_config(following, experts_implementation="eager")
         case "qwen3-moe":
             config = Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=5)
             return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
         case "deepseek-v3":
             latent = DeepseekV3Config(**(sizes | LATENT))
             return DeepseekV3ForCausalLM._from_config(latent, experts_implementation="eager")
+        case "qwen3.5-moe":
+            experts = EXPERTS | {"shared_expert_intermediate_size": 36, "num_experts": 5}
+            del sizes["intermediate_size"], experts["norm_topk_prob"]
+            routed = Qwen3_5MoeTextConfig(**sizes, **full, **DELTA, **experts)
+            return Qwen3_5MoeForCausalLM._from_config(routed, experts_implementation="eager")
+        case "glm4-moe-lite":
+            sparse = {"mtp_mlp_layer_types": ["sparse"] * modules}
+            lite = Glm4MoeLiteConfig(**(sizes | LATENT | sparse))
+            return Glm4MoeLiteForCausalLM._from_config(lite, experts_implementation="eager")
         case "glm4-moe":
             glm = Glm4MoeConfig(**(sizes | GROUPS), attention_bias=True, use_qk_norm=True)
             return Glm4MoeForCausalLM._from_config(glm, experts_implementation="eager")
@@ -105,8 +124,8 @@ def _draw(
         for name, weight in [*parameters, *corrections]:
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:
-                # Norms of Qwen3.5 add 1 themselves, but for those of heads of values.
-                lacks_one = kind == "qwen3.5" and "linear_attn" not in name
+                # Norms of Qwen3.5 and Qwen3-Next add 1, but for those of heads of values.
+                lacks_one = kind in DELTA_KINDS and "linear_attn" not in name
                 weight.copy_((0 if lacks_one else 1) + 0.06 * noise)
             elif name.endswith("eh_proj.weight"):
                 token = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)

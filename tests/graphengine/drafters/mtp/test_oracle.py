@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints.mtp_chains import HAS_CHAINS, LAYERS, TOLERANCE, VOCAB, Chains
+from checkpoints.mtp_chains import DELTA_KINDS, HAS_CHAINS, LAYERS, TOLERANCE, VOCAB, Chains
 from engines.small_engine import greedy
 from engines.speculation import ENDLESS, open_speculating
 from extent import extent
@@ -82,6 +82,8 @@ def follow(engine: Engine, chains: Chains, request: Request, *, eagle: bool) -> 
             ("qwen3-moe", "vanilla", 2),
             ("deepseek-v3", "eagle", 3),
             ("glm4-moe", "vanilla", 1),
+            ("glm4-moe-lite", "eagle", 3),
+            ("qwen3-next", "eagle", 2),
         ],
         [
             ("llama", "vanilla", 1),
@@ -100,6 +102,11 @@ def follow(engine: Engine, chains: Chains, request: Request, *, eagle: bool) -> 
             ("deepseek-v3", "eagle", 3),
             ("glm4-moe", "vanilla", 1),
             ("glm4-moe", "eagle", 3),
+            ("glm4-moe-lite", "vanilla", 1),
+            ("glm4-moe-lite", "eagle", 3),
+            ("qwen3-next", "vanilla", 2),
+            ("qwen3-next", "eagle", 3),
+            ("qwen3.5-moe", "eagle", 3),
         ],
     ),
 )
@@ -112,7 +119,7 @@ def test_drafts_and_caches_are_those_of_transformers(
     eagle = style == "eagle"
     # What lies before every window need not be kept for others; states are, where a chunk ends.
     shares = kind != "qwen3-windows"
-    cached = 16 if kind == "qwen3.5" else 3 * BLOCK
+    cached = 16 if kind in DELTA_KINDS else 3 * BLOCK
     chains = Chains(tmp_path, kind, 1 if eagle else k)
     prompt = torch.randint(VOCAB, (4 * BLOCK,), generator=torch.Generator().manual_seed(k))
     tokens: list[int] = prompt.tolist()
@@ -126,6 +133,54 @@ def test_drafts_and_caches_are_those_of_transformers(
             counts |= follow(engine, chains, request, eagle=eagle)
         assert request.cached_tokens == (cached if shares else 0)
     assert 1 in counts and max(counts) > min(k, 2), f"{counts}"
+
+
+NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""Of DeepSeek-V3's layout, and of Qwen3-Next's; all else belongs to its layer."""
+
+
+def as_published(folder: Path, tensors: dict[str, torch.Tensor], *, stacked: bool) -> None:
+    """Rename the module to what Qwen3-Next's checkpoints call it, and maybe stack its experts."""
+    prefix = f"model.layers.{LAYERS}."
+    below = {
+        name.removeprefix(prefix).removesuffix(".weight"): tensors.pop(name)
+        for name in [*tensors]
+        if name.startswith(prefix)
+    }
+    if stacked:
+        parts = {part: [below.pop(f"mlp.experts.{index}.{part}_proj") for index in range(5)]
+                 for part in ("gate", "up", "down")}  # fmt: skip
+        pairs = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.stack(pairs)
+        tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack(parts["down"])
+    for name, tensor in below.items():
+        own = NAMES.get(name, f"layers.0.{name}")
+        tensors[f"mtp.{own}.weight"] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_modules_of_qwen3_next_as_they_are_published(tmp_path: Path) -> None:
+    """In their own layout, with experts in one tensor each or all in two."""
+    chains = Chains(tmp_path, "qwen3-next", 1)
+    prompts = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def drafted() -> tuple[Any, ...]:
+        sizes = {"max_batch": 2, "max_seq_len": 96, "device": "cpu", "dtype": "float32"}
+        with open_speculating(MTP(2), tmp_path, **sizes) as engine:
+            said = [each.token_ids for each in engine.generate(prompts, greedy(24, **ENDLESS))]
+            return said, engine.acceptance.proposed, engine.acceptance.accepted
+
+    expected = drafted()
+    assert expected[2] > 0.2 * expected[1]
+    tensors = load_file(chains.path / "model.safetensors")
+    for stacked in (False, True):
+        as_published(tmp_path, dict(tensors), stacked=stacked)
+        assert drafted() == expected
 
 
 @pytest.mark.parametrize(("style", "k", "kept"), [("eagle", 3, 34), ("vanilla", 2, 16)])
