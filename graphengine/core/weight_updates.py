@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
@@ -17,7 +16,7 @@ from graphengine.core.fingerprints import fingerprint_of
 from graphengine.observe.tracing import span
 from graphengine.opening.adapters import open_adapter, whole_weights
 from graphengine.opening.draft_updating import checked_drafts
-from graphengine.opening.releasable import ReleasableMemory, not_filled_by
+from graphengine.opening.releasable import ReleasableMemory, drop_cached_memory, not_filled_by
 from graphengine.opening.updating import LoadedWeights, check_plain
 from graphengine.options.checks import is_int, shown, some
 from graphengine.requests.adapters import LoadedAdapter
@@ -151,8 +150,7 @@ class MemoryCalls:
         state.released = (WEIGHTS, KV_CACHE)
         if weights == "drop":
             state.missing = loaded.in_use()
-        if memory.device.type == "cuda":
-            torch.cuda.empty_cache()
+        drop_cached_memory(memory.device)
         core.counters["memory/releases"] += 1
         return released
 

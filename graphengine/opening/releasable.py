@@ -31,6 +31,8 @@ class ReleasableMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # What torch's allocator keeps for itself is of no use here.
+        drop_cached_memory(device)
         self._pages = new_pages(device)
         self._blocks: list[Tensor] = []
         self._saved: list[Tensor] = []
@@ -71,6 +73,7 @@ class ReleasableMemory:
 
         RuntimeError, with nothing restored, where there is too little memory.
         """
+        drop_cached_memory(self.device)
         self._pages.have_again()
         kept = {id(block) for block in self._saved}
         for block in self._blocks:
@@ -95,6 +98,12 @@ class ReleasableMemory:
                 size = min(len(block), len(host))
                 yield block[:size], host[:size]
                 block, host = block[size:], host[size:]
+
+
+def drop_cached_memory(device: torch.device) -> None:
+    """Have torch's allocator give back what it caches on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def releasable_memory(device: torch.device, *, releasable: bool) -> ReleasableMemory | None:

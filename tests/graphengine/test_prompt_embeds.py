@@ -17,7 +17,16 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from checkpoints.mtp_modules import write_random
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from graphengine import MTP, Chat, DraftModel, Engine, NGram, PromptParts
-from graphengine.prompt_embeds import Embeds, EmbedsSpec, Run, embeds_at, embeds_of
+from graphengine.core.snapshots import _adapter_in, _digests, _places_in
+from graphengine.prompt_embeds import (
+    Embeds,
+    EmbedsSpec,
+    Grid,
+    Place,
+    Run,
+    embeds_at,
+    embeds_of,
+)
 from graphengine.speculative import Speculative
 
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True}
@@ -280,10 +289,34 @@ def test_a_snapshot_with_embeddings_wants_an_engine_that_takes_them(
                 engine.restore_session(wrong)
         with pytest.raises(ValueError, match="token id -1 is outside the vocabulary of 331"):
             engine.restore_session(replace(kept, embeds=None))
+        placed = replace(kept, places=(Place(2, 3, Grid(1, 1, 3), False),))
+        message = r"a grid of embeddings, Grid\(time=1, .*: this engine takes none"
+        with pytest.raises(ValueError, match=message):
+            engine.restore_session(replace(placed, digests=dict(_digests(placed))))
+        of_adapter = replace(kept, adapter=("one", "0" * 16))
+        with pytest.raises(ValueError, match="adapter 'one' is not loaded: there are none"):
+            engine.restore_session(replace(of_adapter, digests=dict(_digests(of_adapter))))
     with open_engine(path, device=device, dtype="float32") as engine:
         message = r"the session has embeds of shape \[3, 72\]: the engine must be opened with"
         with pytest.raises(ValueError, match=message):
             engine.restore_session(kept)
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "message"),
+    [
+        (_places_in, {"places": [[1, "2", None, False]]}, "have a wrong type"),
+        (_places_in, {"places": [[1, 0, None, False]]}, "have a wrong type"),
+        (_places_in, {"places": [[1, 2, None, 1]]}, "have a wrong type"),
+        (_adapter_in, {"adapter": ["one"]}, r"adapter=\['one'\] .* a name and a fingerprint"),
+        (_adapter_in, {"adapter": ["one", 5]}, "must be a name and a fingerprint"),
+    ],
+)
+def test_odd_metadata_of_a_snapshot_are_refused(
+    read: Callable[[object], object], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(given)
 
 
 def test_log_probabilities_and_penalties_are_of_tokens(device: str) -> None:

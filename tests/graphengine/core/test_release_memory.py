@@ -16,6 +16,7 @@ from engines.small_engine import PROMPT, assert_idle, greedy, open_engine, run, 
 from graphengine import Engine, EngineConfig
 from graphengine.buckets.pages import DevicePages
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.quantised.writer import write_quantised
 from graphengine.opening import releasable as module
 from graphengine.speculative import MTP, DraftModel, NGram
 from launches.paged_memory import UNIT, PagedMemory
@@ -171,6 +172,22 @@ def test_dropped_weights_come_with_an_update(
         engine.update_weights(halves[1], version=1)
         found = engine.generate(prompt, greedy(9, logprobs=0))
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_quantised_weights_are_copied_and_not_dropped(
+    checkpoints: dict[str, Any], tmp_path: Path
+) -> None:
+    write_quantised(Checkpoint.open(checkpoints["llama-biases"].path), tmp_path / "packed", "int8")
+    prompt = [5, 6, 7]
+    with open_releasable(tmp_path / "packed") as engine:
+        expected = engine.generate(prompt, greedy(9)).token_ids
+        message = r"packed are quantised \(compressed-tensors\): only those of 16 and 32 bits"
+        with pytest.raises(ValueError, match=message):
+            engine.release_memory(weights="drop")
+        assert engine.generate(prompt, greedy(9)).token_ids == expected
+        engine.release_memory()
+        engine.restore_memory()
+        assert engine.generate(prompt, greedy(9)).token_ids == expected
 
 
 def test_a_drafter_of_its_own_checkpoint_is_not_dropped() -> None:
