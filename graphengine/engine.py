@@ -221,10 +221,10 @@ class Engine(MemoryCalls):
                     for a request with `prompt_logprobs`, in an engine opened with
                     `prompt_logprobs_out`: a tensor of the caller's, float32 [tokens of the prompt,
                     `model.lm_head.shape[0]`] on the engine's device with dense rows. Row i gets the
-                    log-probabilities of the whole vocabulary after token i, the log-softmax of the
-                    model's logits. All are there with the request's first token, for work queued
-                    later. The request keeps the tensor alive, and so does the engine while a step
-                    may write it: also after a cancel or a deadline, until `busy` is False
+                    log-softmax of the model's logits after token i, after what the caller's stream
+                    has queued by now. All rows are there with the request's first token. The
+                    request keeps the tensor alive, and so does the engine while a step may write
+                    it: also after a cancel or a deadline, until `busy` is False
 
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
         `QueueFull`, a RuntimeError, if `max_waiting` requests wait already.

@@ -226,6 +226,8 @@ class EngineCore:
     def queue(self, request: Request) -> None:
         """Queue a request that the intake made."""
         self.scheduler.submit(request)
+        if request.job.prompt_rows is not None:
+            self.runtime.wait_for_caller()
         if request.job.deadline is not None:
             self.delivery.deadlines.watch(request)
 

@@ -265,6 +265,11 @@ class Runtime(SlotOperations, Waits):
         if self.stream is not None:
             self.stream.synchronize()
 
+    def wait_for_caller(self) -> None:
+        """Have the stream wait for what the caller's current stream has queued."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
     def fingerprints(self) -> tuple[str, str]:
         """Fingerprints of the model's weights and the drafter's; "" for a drafter without weights.
 
@@ -318,8 +323,7 @@ class Runtime(SlotOperations, Waits):
 
     def _fill(self, fill: Callable[[], object]) -> None:
         """Write weights on the stream, after the caller's stream, and wait until it is done."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.wait_for_caller()
         with self.on_stream(), torch.no_grad():
             fill()
         self.synchronize()
