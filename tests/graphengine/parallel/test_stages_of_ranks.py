@@ -116,7 +116,7 @@ def test_each_rank_has_its_share_of_its_stage(
         split = found[0].split.allocate(device="meta", dtype=torch.float32).named()
         held: dict[str, Any] = {}
         for each in found:
-            assert each.share == Share(shard, 2) and each.split == found[0].split
+            assert each.place.shard == Share(shard, 2) and each.split == found[0].split
             held |= each.model.allocate(device="meta", dtype=torch.float32).named()
         assert {name: value.shape for name, value in held.items()} == {
             name: value.shape for name, value in split.items()
