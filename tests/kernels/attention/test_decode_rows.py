@@ -408,6 +408,7 @@ def compile_rows(
     head_dim: int,
     split_tokens: int,
     kv_dtype: torch.dtype = torch.bfloat16,
+    norm_after: bool = False,
 ) -> dict[str, str]:
     """The code for sm_90 of a launch in bfloat16 with norms and PDL."""
 
@@ -433,6 +434,7 @@ def compile_rows(
             max_seq_len=256,
             q_norm_weight=new(head_dim),
             k_norm_weight=new(head_dim),
+            norm_after=norm_after,
             kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
             split_tokens=split_tokens,
             tokens_per_row=tokens_per_row,
@@ -450,11 +452,14 @@ def sums(ttgir: str) -> list[tuple[str, str]]:
 
 @compiles
 @pytest.mark.parametrize(
-    ("head_dim", "split_tokens"), some_of([(64, 64), (128, 128), (12, 64)], 0, 2)
+    ("head_dim", "split_tokens", "norm_after"),
+    some_of([(64, 64, False), (128, 128, False), (12, 64, False), (80, 64, True)], 0, 2, 3),
 )
-def test_the_compiler_sums_alike_for_rows_of_any_length(head_dim: int, split_tokens: int) -> None:
+def test_the_compiler_sums_alike_for_rows_of_any_length(
+    head_dim: int, split_tokens: int, norm_after: bool
+) -> None:
     """A sibling's norm above all: it must not be computed in the layout of the tile of keys."""
-    shape = {"head_dim": head_dim, "split_tokens": split_tokens}
+    shape = {"head_dim": head_dim, "split_tokens": split_tokens, "norm_after": norm_after}
     one = sums(compile_rows(1, **shape)["ttgir"])
     compiled = compile_rows(4, **shape)
     four = sums(compiled["ttgir"])

@@ -56,7 +56,7 @@ def activation() -> None:
     swiglu(new(LANES, 2048), ints(LANES), pdl=True)
 
 
-def rope(*, fp8: bool = False) -> None:
+def rope(*, fp8: bool = False, **norms: Any) -> None:
     angles = {name: new(256, HEAD_DIM // 2, dtype=torch.float32) for name in ("cos", "sin")}
     rope_append(
         new(LANES, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
@@ -67,7 +67,13 @@ def rope(*, fp8: bool = False) -> None:
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         pdl=True,
+        **norms,
     )
+
+
+def rope_then_norms() -> None:
+    norm = new(HEAD_DIM)
+    rope(q_norm_weight=norm, k_norm_weight=norm, eps=1e-5, norm_after=True)
 
 
 def rope_fp8() -> None:
@@ -108,6 +114,7 @@ def attention(
         ("norm_rope.activation", activation, set()),
         ("norm_rope.rope", rope, set()),
         ("norm_rope.rope", rope_fp8, set()),
+        ("norm_rope.rope", rope_then_norms, set()),
         ("attention.prefill", attention, set()),
         ("attention.prefill", attention_fp8, set()),
         ("attention.prefill", split_attention, set()),
