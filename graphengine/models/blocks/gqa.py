@@ -343,8 +343,24 @@ class AttentionWeights:
         fed  `[N, fed_columns]`: the input of queries, keys and values in place of the normed
              stream; the stream is then only added to
         """
+        qkv = self.qkv_product(residual if fed is None else fed, row.slot, launch)
+        attended = self.attend_rows(qkv, row, kv, block_table, tables, launch)
+        call = launch.call("output", attended, self.output, row.slot, bias=self.output_bias)
+        return add_product(call, residual, next_norm, launch)
+
+    def attend_rows(
+        self,
+        qkv: Tensor,
+        row: DecodeLanes,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        launch: DecodeLaunch,
+    ) -> Tensor:
+        """Run the part of `decode` between the two products: `[N, Q*D]` of `qkv`, which it may
+        change.
+        """
         block = self.block
-        qkv = self._qkv_product(residual if fed is None else fed, row.slot, launch)
         self._norm_rows(qkv, row.slot, pdl=launch.pdl)
         attended = decode_attention(
             qkv[:, : block.qkv_size],
@@ -373,8 +389,7 @@ class AttentionWeights:
             rope_shift_S=launch.rope_shift,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
-        call = launch.call("output", attended, self.output, row.slot, bias=self.output_bias)
-        return add_product(call, residual, next_norm, launch)
+        return attended
 
     def keep(
         self,
@@ -458,7 +473,7 @@ class AttentionWeights:
         A row's lanes also see what `kv` has of its slot before them. Four kernels.
         """
         block, lanes = self.block, begun.lanes
-        qkv = self._qkv_product(residual, lanes.slot, launch)
+        qkv = self.qkv_product(residual, lanes.slot, launch)
         heads = self._append(
             qkv, block.num_heads, lanes.slot, lanes.position, kv, block_table, tables, launch
         )
@@ -479,7 +494,7 @@ class AttentionWeights:
         call = launch.call("output", attended, self.output, lanes.slot, bias=self.output_bias)
         return add_product(call, residual, next_norm, launch)
 
-    def _qkv_product(self, inputs: Tensor | Residual, slot: Tensor, launch: DecodeLaunch) -> Tensor:
+    def qkv_product(self, inputs: Tensor | Residual, slot: Tensor, launch: DecodeLaunch) -> Tensor:
         """Queries, keys and values of decode lanes, side by side, and gates after them."""
         eps, bias = self.block.norm_eps, self.qkv_bias
         if isinstance(inputs, Residual) and not self.block.normed:
