@@ -19,6 +19,7 @@ import builtins
 import functools
 import inspect
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -460,6 +461,8 @@ class _Body:
             self._found.read(touched.places)
             self._found.write(touched.places)
             return _Computed(loaded=touched.places)
+        if name == "inline_asm_elementwise":
+            return self._assembled(args[0], touched, node)
         if name == "gdc_wait":
             self._found.waited = True
             return _NUMBER
@@ -475,6 +478,22 @@ class _Body:
         if name in _BUILTINS and callee is _BUILTINS[name]:
             return _computed(_BUILTINS[name], *args, **named)
         return self._passed_on(touched, name, node)
+
+    def _assembled(self, text: _Value, touched: _Computed, node: ast.Call) -> _Value:
+        """The result of inline assembly, which may read or write where it gets an address."""
+        if not touched.places:
+            return touched
+        instructions = text.value if isinstance(text, _Known) else ""
+        reads, writes = (
+            re.search(rf"\b{opcode}\S*\.global\b", instructions) for opcode in ("(ld|cp)", "st")
+        )
+        if not reads and not writes:
+            raise self._unclear(node)
+        if reads:
+            self._found.read(touched.places)
+        if writes:
+            self._found.write(touched.places)
+        return _Computed(loaded=touched.places if reads else frozenset())
 
     def _passed_on(self, touched: _Computed, name: str, node: ast.Call) -> _Value:
         """The result of a function that accesses no memory."""

@@ -8,8 +8,9 @@ The kernels of a decode graph all follow these rules, so that each may rely on t
 - The next launch is triggered after the wait, never before it. So when launch k starts, launch
   k - 2 is complete. A few short kernels trigger before their wait, so that the launch after them
   can load its weights while the launch before them still runs (`start_next`): those of adapters,
-  and `_take_sums_kernel`, which also stores before its wait and says why it may. Before its own
-  wait, a launch after such a one may load nothing that the launch before that one writes.
+  segments, launches with `EARLY`, and `_take_sums_kernel`, which also stores before its wait and
+  says why it may. Before its own wait, a launch after such a one may load nothing that the launch
+  before that one writes.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
   fields), or what launch k - 2 or an earlier one wrote, bypassing the L1 cache
   (`cache_modifier=".cg"`).
@@ -30,15 +31,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 
+EARLY = 2
+"""In place of True: the launch starts the next one before it has waited."""
 
-def launch_options(pdl: bool) -> dict[str, bool]:
+
+def launch_options(pdl: bool | int) -> dict[str, bool | int]:
     """Keyword arguments of a kernel launch: its constexpr `PDL` and Triton's launch attribute.
 
     PDL is off in Triton's interpreter, where kernels run one after the other.
     """
     if INTERPRETED:
         return {"PDL": False}
-    return {"PDL": pdl, "launch_pdl": pdl}
+    return {"PDL": pdl, "launch_pdl": bool(pdl)}
 
 
 @triton.jit
@@ -49,8 +53,10 @@ def wait_for_inputs(PDL: tl.constexpr, OVERLAP: tl.constexpr = True):
     the SMs, whereas an early start fills the SMs that happen to have room.
     """
     if PDL:
+        if PDL == 2:
+            gdc_launch_dependents()
         gdc_wait()
-        if OVERLAP:
+        if OVERLAP and PDL != 2:
             gdc_launch_dependents()
 
 

@@ -146,6 +146,28 @@ def test_an_address_is_not_passed_to_what_is_not_known() -> None:
         found(_unclear_kernel, x_ptr=tensor())
 
 
+@triton.jit
+def _assembled_kernel(x_ptr, out_ptr, other_ptr):
+    word = tl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [x_ptr], tl.int32, False, 1
+    )
+    tl.inline_asm_elementwise(
+        "st.global.b32 [$1], $2;", "=r,l,r", [out_ptr, word], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def _unclear_assembled_kernel(x_ptr):
+    tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x_ptr], tl.int64, False, 1)
+
+
+def test_inline_assembly_says_what_it_does_with_an_address() -> None:
+    tensors = {name: tensor() for name in ("x_ptr", "out_ptr", "other_ptr")}
+    assert found(_assembled_kernel, **tensors) == (["x_ptr"], ["out_ptr"])
+    with pytest.raises(UnclearAccess, match="passes an address"):
+        found(_unclear_assembled_kernel, x_ptr=tensor())
+
+
 # The kernels of engines.
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ import triton.language as tl
 from extent import some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.pdl import EARLY, launch_options, wait_for_inputs
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.epilogues import STORE, AddResidual, SampleTiles, StoreSwiglu
 from graphengine.kernels.linear.linear import linear
@@ -104,6 +105,17 @@ FMA_KINDS = [
     ("sample", 128256, 2048, FMA._replace(block_m=8)),
     ("draft", 32768, 2048, FMA._replace(block_m=8)),
 ]
+
+
+@compiles
+def test_an_early_launch_starts_the_next_one_before_its_own_wait():
+    launch = launch_linear("store", DOT, 64, 128)
+    launch = replace(launch, arguments={**launch.arguments, "PDL": EARLY})
+    ptx, _ = compile_launch(launch)
+    before, after = ptx.split("griddepcontrol.wait")
+    assert before.count("griddepcontrol.launch_dependents") == 1
+    assert "griddepcontrol.launch_dependents" not in after
+    assert launch_options(EARLY) == {"PDL": EARLY, "launch_pdl": True}
 
 
 @compiles
