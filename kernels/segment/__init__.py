@@ -1,0 +1,1 @@
+"""Several products of a decode step in one persistent launch."""
