@@ -17,7 +17,7 @@ import triton.language as tl
 from engines.family_configs import CONFIGS, config_of
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.op import Op
-from graphengine.kernels.core.pdl import start_next, wait_for_inputs
+from graphengine.kernels.core.pdl import EARLY, start_next, wait_for_inputs
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP, DFlash, Eagle3, NGram, Suffix
 from launches.step_rules import TorchCall, faults, record, steps_of
@@ -138,6 +138,7 @@ def test_planted_faults_are_found() -> None:
         ([op(x, y), starting_early(x, w), op(y, z, EARLY=1)], ["which a launch writes that may"]),
         ([op(x, y), starting_early(x, w), op(w, z, EARLY=1)], ["which a launch writes that may"]),
         ([op(x, y), starting_early(x, w), op(x, w), op(y, z, EARLY=1)], []),
+        ([op(x, y), op(x, w, PDL=EARLY), op(y, z, EARLY=1)], ["which a launch writes that may"]),
         ([op(x, y), op(x, z), op(y, x, EARLY=1)], []),
         ([op(x, y, EARLY=2)], ["writes out_ptr before it waits"]),
         ([op(x, y, EARLY=2, PDL=False)], []),

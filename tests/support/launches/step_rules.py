@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from graphengine import EngineConfig
 from graphengine.kernels.core.launching import UNINITIALISED
 from graphengine.kernels.core.op import Op, ops_handed_to
+from graphengine.kernels.core.pdl import EARLY
 from graphengine.models.contract import ModelConfig
 from graphengine.opening.adapters import adapter_sizes
 from graphengine.opening.budget.memory import MemoryPlan, plan_memory
@@ -178,7 +179,9 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
 
 def _starts_early(op: Op) -> bool:
     """Whether a launch starts the next one before it waits."""
-    return op.name == STORES_EARLY or bool(op.arguments.get("STARTS_EARLY"))
+    if op.arguments.get("STARTS_EARLY") or op.arguments.get("PDL") == EARLY:
+        return True
+    return op.name == STORES_EARLY
 
 
 def _forget(state: Checked, storages: set[int]) -> None:
