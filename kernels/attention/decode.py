@@ -64,7 +64,7 @@ SPLITS = (64, 128, 256, 512)
 """Allowed values of `split_tokens`."""
 TREE_SPLIT = 128
 """Most tokens of a split for lanes of a tree: only the Triton kernel supports trees."""
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 # `tl.dot` needs 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
 _GROUP_ROWS = 16

@@ -71,6 +71,8 @@ class PrefillTiles(NamedTuple):
     warps: int
     stages: int
     """Pipeline stages. Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles."""
+    few_warps: int = 4
+    """Warps of `few_rows`."""
 
 
 # For 16-bit types, by padded head_dim; smaller ones use 64. Tuned on an H200 with 128 and 1,024
@@ -79,12 +81,15 @@ TILES_16_BIT = {
     64: PrefillTiles(64, 64, keys=128, warps=4, stages=3),
     128: PrefillTiles(128, 64, keys=128, warps=8, stages=2),
     256: PrefillTiles(128, 64, keys=32, warps=8, stages=5),
+    # Not timed: the longest tiles of keys whose sums stay in the registers of 8 warps.
+    512: PrefillTiles(64, 64, keys=32, warps=8, stages=2, few_warps=8),
 }
 # For GPUs with less shared memory; not timed on any. They fit the 99 KB that most of those have.
 SMALL_TILES_16_BIT = {
     64: PrefillTiles(64, 64, keys=64, warps=4, stages=3),
     128: PrefillTiles(64, 64, keys=64, warps=4, stages=2),
     256: PrefillTiles(64, 64, keys=32, warps=8, stages=2),
+    512: PrefillTiles(32, 32, keys=16, warps=8, stages=1, few_warps=8),
 }
 _LEAST_SHARED = 200 * 1024
 # float32 runs on plain FMA units and spills beyond 32 rows.
@@ -92,6 +97,7 @@ TILES_32_BIT = {
     64: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
     128: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
     256: PrefillTiles(32, 32, keys=32, warps=4, stages=3),
+    512: PrefillTiles(16, 16, keys=16, warps=4, stages=2),
 }
 # About the number of multiprocessors of a large GPU.
 MANY_PROGRAMS = 128
@@ -300,7 +306,7 @@ def _pick_tiles(q_NQD: torch.Tensor, group_rows: int, groups: int) -> tuple[Pref
     tiles = by_dim[max(64, dot_columns(q_NQD.shape[2]))]
     if triton.cdiv(group_rows, tiles.rows) * groups >= MANY_PROGRAMS:
         return tiles, tiles.rows, tiles.warps
-    return tiles, tiles.few_rows, 4
+    return tiles, tiles.few_rows, tiles.few_warps
 
 
 def prefill_attention_workspace_bytes(head_dim: int) -> int:

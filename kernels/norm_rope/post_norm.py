@@ -1,6 +1,7 @@
 """A norm between a product and the residual stream: x += post * y / rms(y), then the next norm.
 
-Gemma 2 and 3 have one after each block, besides the one before it. In decode the product leaves the
+Gemma 2 and 3 have one after each block, besides the one before it. Gemma 4 multiplies the sum that
+ends a layer by a learned factor. In decode the product leaves the
 sums of its squares, so that a program need not read a whole lane; in prefill a program does.
 
 Letters: N lanes, H hidden, T groups of columns.
@@ -46,6 +47,7 @@ def add_normed(
     slot_N: torch.Tensor,
     *,
     eps: float,
+    factor_1: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
     """residual.x += post_norm * y / sqrt(mean(y**2) + eps), and what the norm after it needs.
@@ -56,6 +58,7 @@ def add_normed(
         residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
             `x` goes to `kept` too, if there is one.
         slot_N: int32, -1 = padded lane.
+        factor_1: of any float dtype: the sum is multiplied by it. None: it stays.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
@@ -75,13 +78,16 @@ def add_normed(
                 f"{name} must be a dense float32 {[lanes, H]}, not {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
+    _check_factor(factor_1)
     scaled = output_rows(residual.scaled, (lanes, H), dtype=residual.scaled.dtype, like=y)
     check_kept(residual)
     kept, kept_scale = (None, 1.0) if residual.kept is None else residual.kept
     tiles = triton.cdiv(H, _BLOCK_H)
     residual = residual._replace(squares=y.new_empty(tiles, lanes))
     if not use_triton(y):
-        return add_normed_reference(product, post_norm_H, residual, next_norm_H, slot_N, eps=eps)
+        return add_normed_reference(
+            product, post_norm_H, residual, next_norm_H, slot_N, eps=eps, factor_1=factor_1
+        )
     groups = squares_TN.shape[0]
     launcher(_add_normed_kernel, (lanes, tiles))(
         y,
@@ -93,6 +99,7 @@ def add_normed(
         scaled,
         residual.squares,
         kept,
+        factor_1,
         lanes,
         scaled.stride(0),
         0 if kept is None else kept.stride(0),
@@ -119,6 +126,7 @@ def _add_normed_kernel(
     scaled_ptr,
     new_squares_ptr,
     kept_ptr,
+    factor_ptr,
     lanes,
     scaled_stride,
     kept_stride,
@@ -147,6 +155,8 @@ def _add_normed_kernel(
     x = tl.load(x_ptr + row + h, mask=mask, other=0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / H + eps)
     x += y * scale * post
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr).to(tl.float32)
     tl.store(x_ptr + row + h, x, mask=mask)
     leave_for_norm(
         x,
@@ -173,12 +183,16 @@ def add_normed_reference(
     slot_N: torch.Tensor,
     *,
     eps: float,
+    factor_1: torch.Tensor | None = None,
 ) -> Residual:
     """`add_normed` in plain PyTorch; all three tensors of `residual` are written."""
     live = live_lanes(slot_N)
     mean = sum_in_order(product.squares[:, live]) / product.y.shape[1]
     normed = torch.zeros_like(product.y)
     normed[live] = product.y[live] * torch.rsqrt(mean + eps)[:, None] * post_norm_H.float()
+    if factor_1 is not None:
+        residual.x[live] = (residual.x[live] + normed[live]) * factor_1.float()
+        normed.zero_()
     return add_to_residual_reference(normed, slot_N, residual, next_norm_H)
 
 
@@ -191,6 +205,7 @@ def add_normed_rms_norm(
     *,
     eps: float,
     out_dtype: torch.dtype,
+    factor_1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -198,6 +213,7 @@ def add_normed_rms_norm(
 
     Args:
         post_norm_H: any float dtype.
+        factor_1: as in `add_normed`.
         The others as in `add_rms_norm`.
 
     Returns:
@@ -213,10 +229,19 @@ def add_normed_rms_norm(
     for name, weight in (("post_norm_H", post_norm_H), ("weight_H", weight_H)):
         check_weight(name, weight, H)
     check_lanes(lanes, slot_N=slot_N)
+    _check_factor(factor_1)
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):
         return add_normed_rms_norm_reference(
-            x_NH, y_NH, post_norm_H, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out
+            x_NH,
+            y_NH,
+            post_norm_H,
+            weight_H,
+            slot_N,
+            eps=eps,
+            out_dtype=out_dtype,
+            factor_1=factor_1,
+            out=out,
         )
     launcher(_add_normed_rms_norm_kernel, (lanes,))(
         x_NH,
@@ -224,6 +249,7 @@ def add_normed_rms_norm(
         post_norm_H,
         weight_H,
         slot_N,
+        factor_1,
         out,
         x_NH.stride(0),
         y_NH.stride(0),
@@ -242,6 +268,7 @@ def _add_normed_rms_norm_kernel(
     post_ptr,
     weight_ptr,
     slot_ptr,
+    factor_ptr,
     out_ptr,
     x_stride,
     y_stride,
@@ -273,12 +300,12 @@ def _add_normed_rms_norm_kernel(
         squares += more * more
     y_scale = tl.rsqrt(tl.sum(squares) / H + eps)
 
-    x = _add_scaled(x_row_ptr, y, y_scale, post, h, H)
+    x = _add_scaled(x_row_ptr, y, y_scale, post, factor_ptr, h, H)
     squares = x * x
     for start in tl.range(BLOCK_H, H, BLOCK_H):
         more = tl.load(y_row_ptr + start + h, mask=start + h < H, other=0.0).to(tl.float32)
         post = tl.load(post_ptr + start + h, mask=start + h < H, other=0.0)
-        more = _add_scaled(x_row_ptr, more, y_scale, post, start + h, H)
+        more = _add_scaled(x_row_ptr, more, y_scale, post, factor_ptr, start + h, H)
         squares += more * more
     scale = tl.rsqrt(tl.sum(squares) / H + eps)
 
@@ -293,10 +320,12 @@ def _add_normed_rms_norm_kernel(
 
 
 @triton.jit
-def _add_scaled(x_row_ptr, y, scale, post, h, H: tl.constexpr):
+def _add_scaled(x_row_ptr, y, scale, post, factor_ptr, h, H: tl.constexpr):
     """Add columns `h` of a normed y to x in place and return the sums; 0 past the end."""
     x = tl.load(x_row_ptr + h, mask=h < H, other=0.0)
     x += y * scale * post.to(tl.float32)
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr).to(tl.float32)
     tl.store(x_row_ptr + h, x, mask=h < H)
     return x
 
@@ -310,11 +339,19 @@ def add_normed_rms_norm_reference(
     *,
     eps: float,
     out_dtype: torch.dtype,
+    factor_1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`add_normed_rms_norm` in plain PyTorch."""
     live = live_lanes(slot_N)
     y = y_NH[live].float()
     mean = sum_rows(y.square()) / y.shape[1]
-    x_NH[live] += y * torch.rsqrt(mean + eps)[:, None] * post_norm_H.float()
+    x = x_NH[live] + y * torch.rsqrt(mean + eps)[:, None] * post_norm_H.float()
+    x_NH[live] = x if factor_1 is None else x * factor_1.float()
     return rms_norm_reference(x_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out)
+
+
+def _check_factor(factor_1: torch.Tensor | None) -> None:
+    """Raise ValueError for anything but one value of a float dtype, or None."""
+    if factor_1 is not None:
+        check_weight("factor_1", factor_1, 1)

@@ -84,7 +84,8 @@ def rope_append(
 
     Args:
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
-            Q may be 0, if only keys and values are wanted.
+            Q may be 0, if only keys and values are wanted, and G may be 0, if only queries are:
+            then the cache stays as it is.
         cos, sin: float32 [P, D/2] from `rope_tables`.
         kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place.
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
@@ -105,7 +106,8 @@ def rope_append(
     """
     head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads, kv_scales)
     check_rope_rows(rows, shift_S, lanes=qkv_NX.shape[0], head_dim=head_dim)
-    check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
+    kv_heads = num_kv_heads or kv.shape[3]
+    check_cache(kv, block_table_SB, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim)
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
     lanes = qkv_NX.shape[0]
     check_lanes(lanes, slot_N=slot_N, position_N=position_N)
@@ -358,6 +360,8 @@ def rope_append_reference(
     if norms is not None and norm_after:
         turned = _norm_heads_reference(turned, *norms, num_heads, eps)
     out[live] = turned[:, :num_heads]
+    if not num_kv_heads:
+        return out
     k = turned[:, num_heads:]
 
     block_size = kv.shape[2]
@@ -451,7 +455,7 @@ def check_rope(
     head_dim = qkv_NX.shape[1] // width
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even to be rotated")
-    check_cache_dtype(kv, kv_scales, "qkv", qkv_NX.dtype, num_kv_heads)
+    check_cache_dtype(kv, kv_scales, "qkv", qkv_NX.dtype, num_kv_heads or kv.shape[3])
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dtype != torch.float32 or table.shape != (cos.shape[0], head_dim // 2):
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,8 @@ class RopeConfig:
     longrope: `short_factor` and `long_factor`, one number per rotated pair,
     `original_max_position_embeddings`, and the attention factor, which follows from it and `factor`
     unless stated. dynamic: `factor`, and `original_max_position_embeddings`, the tokens up to which
-    it is as default.
+    it is as default. proportional: `factor`; frequencies are those of a whole head, whatever part
+    of it is `rotated`, and pairs are half a head apart.
 
     `rotated` is the rotated part of a head; its other pairs stay as they are. `sections` are the
     pairs that rotate by time, height and width (M-RoPE), one section after the other, or, where
@@ -59,7 +60,7 @@ class RopeConfig:
         if not self.theta > 0 or not self.factor > 0:
             raise ValueError(f"theta={self.theta} and factor={self.factor} must be above 0")
         # LongRoPE's attention factor divides by its logarithm.
-        least = {"default": 0, "linear": 0, "longrope": 2}.get(self.kind, 1)
+        least = {"default": 0, "linear": 0, "proportional": 0, "longrope": 2}.get(self.kind, 1)
         if (self.original_max_position_embeddings or 0) < least:
             raise ValueError(
                 f"rope kind {self.kind!r} needs original_max_position_embeddings, "
@@ -74,6 +75,8 @@ class RopeConfig:
     def pairs(self, head_dim: int) -> int:
         """Rotated pairs of a head. ValueError if the settings do not fit heads of this size."""
         rotated = int(head_dim * self.rotated)
+        if self.kind == "proportional":
+            rotated -= rotated % 2
         if rotated % 2 or rotated == 0:
             raise ValueError(f"{rotated} of head_dim={head_dim} values turn: must be even, not 0")
         if self.kind == "dynamic" and rotated == 2:
@@ -143,9 +146,11 @@ def rope_tables(
     if torch.device(device).type == "meta":
         empty = torch.empty(2, max_positions, head_dim // 2, device=device)
         return empty[0], empty[1]
+    width = head_dim if config.kind == "proportional" else 2 * pairs
     frequencies, attention_factor = rope_frequencies(
-        config, head_dim=2 * pairs, long=config.is_long(max_positions)
+        config, head_dim=width, long=config.is_long(max_positions)
     )
+    frequencies = frequencies[:pairs]
     positions = torch.arange(max_positions)
     angles = positions.float()[:, None] * frequencies
     trained = config.original_max_position_embeddings
@@ -169,7 +174,7 @@ def rope_frequencies(
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     periods = torch.pow(config.theta, exponents)
-    if config.kind == "linear":
+    if config.kind in ("linear", "proportional"):
         return 1.0 / periods / config.factor, 1.0
     if config.kind == "llama3":
         return _llama3_frequencies(config, 1.0 / periods), 1.0

@@ -35,6 +35,7 @@ _ROPE_NEEDS = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "dynamic": ("factor",),
+    "proportional": (),
 }
 
 
@@ -88,18 +89,9 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     heads = settings["num_attention_heads"]
     if settings["num_key_value_heads"] is None:
         settings["num_key_value_heads"] = heads
-    if heads % settings["num_key_value_heads"]:
-        raise ValueError(
-            f"num_attention_heads={heads} is not a multiple of "
-            f"num_key_value_heads={settings['num_key_value_heads']}"
-        )
     if settings["head_dim"] is None:
         settings["head_dim"] = family.head_dim or settings["hidden_size"] // heads
-    head_dim = settings["head_dim"]
-    if not family.latent and (head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM):
-        raise ValueError(
-            f"config.json gives head_dim={head_dim}: supported: even numbers in [2, {MAX_HEAD_DIM}]"
-        )
+    check_heads(settings, latent=family.latent)
     if settings["hidden_act"] not in ("silu", "swish"):
         raise unsupported("hidden_act", settings["hidden_act"], "'silu', 'swish'")
     types = settings["mlp_layer_types"]
@@ -111,6 +103,23 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     settings["windows"] = _read_windows(config, settings, family)
     settings["rotated"] = family.rotated
     return settings
+
+
+def check_heads(settings: Mapping[str, Any], *, latent: bool = False) -> None:
+    """ValueError for heads that attention does not have.
+
+    latent  whether the size of heads is not read
+    """
+    heads, head_dim = settings["num_attention_heads"], settings["head_dim"]
+    if heads % settings["num_key_value_heads"]:
+        raise ValueError(
+            f"num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={settings['num_key_value_heads']}"
+        )
+    if not latent and (head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"config.json gives head_dim={head_dim}: supported: even numbers in [2, {MAX_HEAD_DIM}]"
+        )
 
 
 # transformers' default for every family that has windows.

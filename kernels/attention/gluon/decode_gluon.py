@@ -68,6 +68,8 @@ COPIED_BYTES = 16
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LEAST_HEAD_DIM = 32
+# Longer heads have shorter splits, which `decode_triton.py` reads.
+_MOST_HEAD_DIM = 256
 _LEAST_SPLIT = 256
 # Bytes of keys and values in shared memory: two programs fit an SM of an H200.
 _RING_BYTES = 64 * 1024
@@ -104,7 +106,7 @@ def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
         and _runs_on(qkv_NX)
         and qkv_NX.dtype in _DTYPES
         and kv.dtype in (qkv_NX.dtype, FP8_KV)
-        and head_dim >= _LEAST_HEAD_DIM
+        and _LEAST_HEAD_DIM <= head_dim <= _MOST_HEAD_DIM
         and head_dim % piece == 0
         and kv.stride(0) % piece == 0
         and kv.data_ptr() % COPIED_BYTES == 0

@@ -196,8 +196,8 @@ def test_any_json_value_is_read_or_refused(family: str, changes: dict[str, Any])
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.rope_type='mrope': .*linear"),
         ({"rope_parameters": {"sliding_attention": YARN}}, "supported: RoPE of all layers, or"),
         ({"rope_parameters": {"full_attention": YARN, "factor": 2}}, "supported: RoPE of all"),
-        ({"head_dim": 73}, r"head_dim=73: supported: even numbers in \[2, 256\]"),
-        ({"head_dim": 258}, r"head_dim=258: supported: even numbers in \[2, 256\]"),
+        ({"head_dim": 73}, r"head_dim=73: supported: even numbers in \[2, 512\]"),
+        ({"head_dim": 514}, r"head_dim=514: supported: even numbers in \[2, 512\]"),
         ({"num_attention_heads": 4096}, "head_dim=0: supported: even"),
     ],
 )  # fmt: skip

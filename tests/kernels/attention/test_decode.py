@@ -293,6 +293,19 @@ def test_norms_may_follow_the_rotation(
         assert_equals_the_definition(op, op_dtypes, place_cache, problem)
 
 
+def test_heads_of_512(
+    op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    """In 16 bits: in float32 a program's keys and values fit no GPU's shared memory."""
+    for dtype in op_dtypes:
+        problem = Problem(lengths=(0, 70, 131), kv_heads=2, group=3, head_dim=512, normed=True)
+        if dtype.itemsize == 2 or op[0] is decode_attention_reference:
+            assert_equals_the_definition(op, [dtype], place_cache, problem)
+            continue
+        with pytest.raises(ValueError, match=r"64 keys of 512 .* take 294912 bytes"):
+            assert_equals_the_definition(op, [dtype], place_cache, problem)
+
+
 @SETTINGS
 @given(problem=problems())
 def test_equals_the_definition(
@@ -574,11 +587,11 @@ def test_the_arguments_that_are_changed_below_are_valid() -> None:
         ({"qkv_NX": torch.zeros(2, 8 * 64).half()}, "kv is torch.float32, qkv torch.float16"),
         (
             {
-                "qkv_NX": torch.zeros(2, 8 * 512),
-                "cos": torch.zeros(16, 256),
-                "sin": torch.zeros(16, 256),
+                "qkv_NX": torch.zeros(2, 8 * 514),
+                "cos": torch.zeros(16, 257),
+                "sin": torch.zeros(16, 257),
             },
-            "head_dim=512 is outside 1..256",
+            "head_dim=514 is outside 1..512",
         ),
         ({"cos": torch.zeros(16, 64)}, r"cos must be float32 \[P, 32\]"),
         ({"sin": torch.zeros(15, 32)}, r"sin must be float32 \[P, 32\]"),

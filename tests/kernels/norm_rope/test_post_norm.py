@@ -35,7 +35,10 @@ MODULE = importlib.import_module("graphengine.kernels.norm_rope.post_norm")
 class Case:
     """A stream, a product and the weights of the norms; `padded` lanes hold NaN."""
 
-    def __init__(self, lanes, H, device="cpu", *, groups=3, padded=(), weight_dtype=torch.float32):
+    def __init__(
+        self, lanes, H, device="cpu", *, groups=3, padded=(), weight_dtype=torch.float32,
+        factor=None,
+    ):  # fmt: skip
         generator = torch.Generator().manual_seed(lanes + H)
 
         def random(*shape, size=1.0):
@@ -43,6 +46,7 @@ class Case:
 
         self.x, self.y = random(lanes, H, size=3.0), random(lanes, H, size=0.1)
         self.post, self.norm = (random(H).to(weight_dtype) for _ in range(2))
+        self.factor = None if factor is None else torch.tensor([factor], device=device)
         self.slot = torch.arange(lanes, dtype=torch.int32)
         self.slot[list(padded)] = -1
         self.slot = self.slot.to(device)
@@ -55,7 +59,8 @@ class Case:
         """The stream after the sum, in float64."""
         x, y = self.x.double(), self.y.double()
         scale = (y.square().mean(1, keepdim=True) + EPS).rsqrt()
-        return x + y * scale * self.post.double()
+        summed = x + y * scale * self.post.double()
+        return summed if self.factor is None else summed * self.factor.double()
 
     def normed(self):
         """What the next norm makes of it, in float64."""
@@ -77,7 +82,9 @@ class Case:
         if call is add_normed_reference:
             stream = stream._replace(squares=self.x.new_zeros(2, len(self.x)))
         product = Product(self.y, self.squares)
-        after = call(product, self.post, stream, self.norm, self.slot, eps=EPS)
+        after = call(
+            product, self.post, stream, self.norm, self.slot, eps=EPS, factor_1=self.factor
+        )
         assert after.x is stream.x and after.scaled is stream.scaled, "written in place"
         assert torch.equal(kept.rows[self.live], (after.x[self.live] * 0.3).to(dtype))
         assert (kept.rows[~self.live] == SENTINEL).all()
@@ -87,10 +94,11 @@ class Case:
         x = self.x.clone()
         y = self.y.to(dtype, copy=True)
         out = torch.full_like(x, SENTINEL, dtype=dtype)
-        call(x, y, self.post, self.norm, self.slot, eps=EPS, out_dtype=dtype, out=out)
+        options = {"eps": EPS, "out_dtype": dtype, "factor_1": self.factor}
+        call(x, y, self.post, self.norm, self.slot, **options, out=out)
         # A product may lie where the result goes.
         again = self.x.clone()
-        call(again, y, self.post, self.norm, self.slot, eps=EPS, out_dtype=dtype, out=y)
+        call(again, y, self.post, self.norm, self.slot, **options, out=y)
         assert torch.equal(again[self.live], x[self.live])
         assert torch.equal(y[self.live], out[self.live])
         return x, out
@@ -101,16 +109,17 @@ lanes_and_sizes = given(
     H=st.integers(1, 700) | st.sampled_from([512, 1024, 2560]),
     groups=st.sampled_from([1, 3, 40]),
     dtype=st.integers(0, 2),
+    factor=st.sampled_from([None, 0.0625, 1.75]),
     data=st.data(),
 )
 
 
 @settings(deadline=None, max_examples=extent(10, 30))
 @lanes_and_sizes
-def test_decode_is_the_definition(device, dtypes, lanes, H, groups, dtype, data):
+def test_decode_is_the_definition(device, dtypes, lanes, H, groups, dtype, factor, data):
     dtype = dtypes[dtype % len(dtypes)]
     padded = data.draw(st.sets(st.integers(0, lanes - 1)))
-    case = Case(lanes, H, device, groups=groups, padded=padded)
+    case = Case(lanes, H, device, groups=groups, padded=padded, factor=factor)
     for call in (add_normed, add_normed_reference):
         after = case.decode(dtype, call)
         live, x = case.live, case.summed()
@@ -125,10 +134,10 @@ def test_decode_is_the_definition(device, dtypes, lanes, H, groups, dtype, data)
 
 @settings(deadline=None, max_examples=extent(8, 30))
 @lanes_and_sizes
-def test_chunk_is_the_definition(device, dtypes, lanes, H, groups, dtype, data):
+def test_chunk_is_the_definition(device, dtypes, lanes, H, groups, dtype, factor, data):
     dtype = dtypes[dtype % len(dtypes)]
     padded = data.draw(st.sets(st.integers(0, lanes - 1)))
-    case = Case(lanes, H, device, padded=padded)
+    case = Case(lanes, H, device, padded=padded, factor=factor)
     case.y = case.y.to(dtype).float()
     for call in (add_normed_rms_norm, add_normed_rms_norm_reference):
         x, out = case.chunk(dtype, call)
@@ -193,6 +202,7 @@ def test_the_next_norm_is_that_of_rms_norm(device, dtypes):
         ({"post_norm_H": torch.zeros(7)}, r"post_norm must be a dense torch.float32 \[8\]"),
         ({"next_norm_H": torch.zeros(8).int()}, "next_norm must be one of"),
         ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[2\]"),
+        ({"factor_1": torch.ones(2)}, r"factor_1 must be a dense torch.float32 \[1\]"),
         (
             {"residual": Residual(torch.zeros(2, 7), torch.zeros(2, 8), torch.zeros(0))},
             r"residual.x must be a dense float32 \[2, 8\], not torch.float32 \[2, 7\]",
@@ -219,6 +229,7 @@ def test_what_does_not_fit_is_an_error(changes, message):
         ({"y_NH": torch.zeros(2, 7)}, r"y_NH is \(2, 7\), x_NH \(2, 8\)"),
         ({"post_norm_H": torch.zeros(7)}, r"post_norm_H must be a dense torch.float32 \[8\]"),
         ({"weight_H": torch.zeros(9)}, r"weight_H must be a dense torch.float32 \[8\]"),
+        ({"factor_1": torch.ones(1).int()}, "factor_1 must be one of"),
     ],
 )
 def test_what_does_not_fit_a_chunk_is_an_error(changes, message):

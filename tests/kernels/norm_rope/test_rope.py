@@ -161,6 +161,23 @@ def test_what_does_not_turn_stays_as_it_is(name: str) -> None:
         assert torch.equal(table[:, 20:], torch.full((9, 20), still))
 
 
+@pytest.mark.parametrize(("head_dim", "part"), [(512, 0.25), (40, 0.25), (60, 0.25), (64, 1.0)])
+def test_proportional_rope_has_the_frequencies_of_a_whole_head(head_dim: int, part: float) -> None:
+    """The pairs that rotate are those of a whole head, from the first one on."""
+    modeling = pytest.importorskip("transformers.modeling_rope_utils")
+    if "proportional" not in modeling.ROPE_INIT_FUNCTIONS:
+        pytest.skip("transformers has no proportional RoPE")
+    config = RopeConfig(kind="proportional", theta=1e6, factor=2.0, rotated=part)
+    theirs = transformers_config(replace(config, kind="linear"), head_dim)
+    parameters = {"rope_type": "proportional", "rope_theta": 1e6, "factor": 2.0}
+    theirs.rope_parameters = parameters | {"partial_rotary_factor": part}
+    frequencies, _ = modeling.ROPE_INIT_FUNCTIONS["proportional"](theirs, device="cpu")
+    angles = torch.arange(500).float()[:, None] * frequencies
+    found = rope_tables(config, head_dim=head_dim, max_positions=500, device="cpu")
+    for table, expected in zip(found, (angles.cos(), angles.sin()), strict=True):
+        assert torch.equal(table, expected)
+
+
 def test_longrope_has_a_factor_for_each_pair() -> None:
     config = replace(of_heads(LONGROPE, 48), rotated=0.75)
     assert len(rope_tables(config, head_dim=64, max_positions=4, device="cpu")[0]) == 4
@@ -475,6 +492,29 @@ def test_values_pass_unrotated(op: Op) -> None:
     assert bool(q.isfinite().all())
     assert bool(kv[1, 0, 5].isfinite().all())
     assert bool((kv[1, 1, 5] == torch.inf).all())
+
+
+def test_queries_alone(op: Op) -> None:
+    """Of a layer that reuses another's keys: the bits are the same, and the cache stays."""
+    function, device = op
+    cos, sin = rope_tables(RopeConfig(), head_dim=64, max_positions=16, device=device)
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 8 * 64, generator=draw).to(device)
+    norm = (1 + 0.1 * torch.randn(64, generator=draw)).to(device)
+    slot = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    position = torch.tensor([3, 0, 9], dtype=torch.int32, device=device)
+    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device)
+    options = {"num_heads": 4, "q_norm_weight": norm, "k_norm_weight": norm, "eps": EPS}
+    found = []
+    for heads in (2, 0):
+        kv = torch.full((5, 2, 8, 2, 64), SENTINEL, device=device)
+        made = qkv if heads else qkv[:, : 4 * 64]
+        out = torch.full((3, 4, 64), SENTINEL, device=device)
+        lanes = (kv, table, slot, position)
+        found.append(function(made, cos, sin, *lanes, num_kv_heads=heads, out=out, **options))
+        assert bool((kv == SENTINEL).all()) == (heads == 0)
+    assert torch.equal(*found)
+    assert bool((found[1][1] == SENTINEL).all())
 
 
 def test_keys_and_values_alone(op: Op) -> None:
