@@ -36,7 +36,12 @@ from graphengine.models.checkpoints.stored import destinations, load_weights, re
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.launches import WHOLE, DecodeLaunch
 from graphengine.models.linears import stream_groups
-from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
+from graphengine.models.states import (
+    StateTensors,
+    recurrent_fields,
+    recurrent_tensors,
+    side_by_side,
+)
 from graphengine.models.weights import Destinations
 from graphengine.speculative import DraftModel
 from graphengine.text.tokenizer import Tokenizer
@@ -133,6 +138,7 @@ class DraftModelDrafter(Drafter):
             cache,
             buffers["block_table"],
             recurrent_tensors(self.config.states, buffers, _WHOSE),
+            apart=side_by_side(self.config.states),
         )
         head = DraftHead(
             self.weights.lm_head,

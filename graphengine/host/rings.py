@@ -49,6 +49,11 @@ class WindowRing(NamedTuple):
         return 1 + number * self.blocks + block
 
 
+def layers_in_rings(rings: Sequence[WindowRing]) -> set[int]:
+    """Indices of the paged layers whose KV is in these rings."""
+    return {layer for ring in rings for layer in ring.layers}
+
+
 def ring_blocks(window: int, launch_tokens: int, block_size: int) -> int:
     """Blocks of a ring, for launches of this many tokens of a sequence.
 

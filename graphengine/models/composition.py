@@ -25,12 +25,13 @@ from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.norms import NormKind
+from graphengine.models.blocks.per_layer.layer_inputs import LINEAR, PROJECTION, LayerInputs
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelWeights, Shaped
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.states import LayerStates
+from graphengine.models.states import LayerStates, side_by_side
 from graphengine.models.sublayers import (
     Attending,
     Block,
@@ -61,6 +62,8 @@ class Composition(ABC):
     deepstack            levels of features that are added to the stream at the embeddings of a
                          picture: those of level i after layer i (DeepStack)
     bidirectional_images  whether the embeddings of an image in a prompt see each other
+    causal_without_window  whether they do so only in layers with a window
+    layer_inputs         what tokens bring to each layer by themselves; None: nothing
     norms_plus_one       whether every norm multiplies by 1 + its weight
     norms                the kind of the norms that read the stream
     position_name        of the learned positions, one for each of `max_positions`, which are added
@@ -88,7 +91,9 @@ class Composition(ABC):
     norms_plus_one: bool = False
     deepstack: int = 0
     bidirectional_images: bool = False
+    causal_without_window: bool = False
     norms: NormKind = "rms"
+    layer_inputs: LayerInputs | None = None
     position_name: str = ""
     embedding_name: str = "model.embed_tokens"
     final_norm_name: str = "model.norm"
@@ -118,6 +123,18 @@ class Composition(ABC):
 
         Before the last stage, the final norm is the first norm of the next stage's first layer.
         """
+        attends = [each for each in blocks_of(self) if isinstance(each, GroupedQueryAttention)]
+        why = {
+            "inputs that tokens bring to each layer": self.layer_inputs is not None,
+            "layers that reuse the keys and values of others": any(each.reuses for each in attends),
+            "keys and values of several shapes": bool(side_by_side(self.states)),
+        }
+        if any(why.values()):
+            held = ", ".join(name for name, there in why.items() if there)
+            raise ValueError(
+                f"pipeline_parallel cuts no {self.architecture}, whose {self.num_layers} layers "
+                f"have {held}"
+            )
         stage = replace(self, layers=self.layers[span.first : span.stop], span=span)
         if span.ends:
             return stage
@@ -257,6 +274,9 @@ class Composition(ABC):
                 below[key] = [*below.pop(key, []), prefix + each.prefix]
         linears: dict[str, Linear] = {}
         formats: dict[str, list[WeightFormat | None]] = {}
+        if self.layer_inputs is not None:
+            linears[LINEAR] = self.layer_inputs.linear(self.num_layers, self.hidden_size)
+            formats[LINEAR] = [self.forms.format_of(PROJECTION)]
         for (_, block), of_block in sorted(below.items(), key=lambda item: item[0][0]):
             # Different blocks may share a linear: its place is that of the last block to run.
             for name, own in block.linears.items():
@@ -285,7 +305,6 @@ class Composition(ABC):
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms that are recomputed."""
-        tables = 1 + has_local_tables(self) + any(map(is_nope, blocks_of(self)))
         norms = 1 if self.logits_scale != 1 else 0
         heads = 0
         if self.norms_plus_one:
@@ -294,14 +313,15 @@ class Composition(ABC):
             blocks = [each.block for each in sublayers]
             attending = [each for each in blocks if isinstance(each, GroupedQueryAttention)]
             heads = sum(2 * each.head_dim for each in attending if each.qk_norm)
-        width = attention_of(self).table_dim
-        return 4 * (norms * self.hidden_size + heads) + tables * RopeTables.nbytes(
-            width, max_seq_len
-        )
+        of_others = attention_of(self).table_dim
+        widths = [of_others] * (1 + any(map(is_nope, blocks_of(self))))
+        widths += [local_attention_of(self).table_dim] * has_local_tables(self)
+        tables = sum(RopeTables.nbytes(width, max_seq_len) for width in widths)
+        return 4 * (norms * self.hidden_size + heads) + tables
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
-        return attention_of(self).workspace_bytes(rows, max_seq_len)
+        return max(block.workspace_bytes(rows, max_seq_len) for block in attending_of(self))
 
     @property
     def prefill_width(self) -> int:
@@ -325,9 +345,24 @@ def blocks_of(config: Composition) -> list[Block]:
     return [each.block for layer in config.layers for each in layer]
 
 
+def attending_of(config: Composition) -> list[Attending]:
+    """The blocks that attend, each kind once."""
+    return list(dict.fromkeys(each for each in blocks_of(config) if isinstance(each, Attending)))
+
+
 def attention_of(config: Composition) -> Attending:
-    """The first block that attends; others differ from it at most in their window and in RoPE."""
-    return next(block for block in blocks_of(config) if isinstance(block, Attending))
+    """The first block that attends, without a window if there is one.
+
+    Those with a window may have other heads; apart from this blocks differ at most in RoPE.
+    """
+    blocks = attending_of(config)
+    return next((block for block in blocks if not window_of(block)), blocks[0])
+
+
+def local_attention_of(config: Composition) -> Attending:
+    """The first block that attends, with a window if there is one."""
+    blocks = attending_of(config)
+    return next(filter(window_of, blocks), blocks[0])
 
 
 def experts_of(config: Composition) -> Experts | None:

@@ -136,6 +136,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def causal_without_window(self) -> bool:
+        """Whether they do so only in layers with a window."""
+        ...
+
+    @property
     def tie_embeddings(self) -> bool:
         """Whether lm_head is the embedding."""
         ...

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +29,13 @@ from graphengine.kernels.norm_rope.layer_norm import add_positions, layer_norm_r
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
-from graphengine.models.blocks.gqa import AttentionWeights
+from graphengine.models.blocks.gqa import AttentionWeights, PagedMemory
 from graphengine.models.blocks.mlp import MlpWeights
-from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, plus_one
+from graphengine.models.blocks.norms import LayerNorm, ReadNorm
+from graphengine.models.blocks.per_layer.layer_inputs import (
+    LayerInputsWeights,
+    LayerInputWeights,
+)
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     keep_stream,
@@ -48,6 +51,7 @@ from graphengine.models.composition import (
     blocks_of,
     has_local_tables,
     is_nope,
+    local_attention_of,
     named_layers,
     window_of,
 )
@@ -56,11 +60,19 @@ from graphengine.models.decoder_layer import (
     LayerWeights,
     Memory,
     allocate_layer,
+    attend,
     decode_block,
     prefill_block,
     prefill_feed_forward,
     prefill_scratch,
     routed_of,
+)
+from graphengine.models.decoder_steps import (
+    Step,
+    computed,
+    input_of,
+    new_inputs,
+    with_memory,
 )
 from graphengine.models.launches import (
     ONE_RANK,
@@ -91,6 +103,7 @@ class DecoderWeights(ModelWeights):
     final_bias  of the final norm; None: it has none
     positions   `[max_positions, H]`: learned ones, which are added to embeddings; None: there are
                 none, or another stage adds them
+    layer_inputs  what makes the inputs of all layers; None: layers have none
     """
 
     config: Composition
@@ -98,10 +111,13 @@ class DecoderWeights(ModelWeights):
     final_norm: Tensor
     final_bias: Tensor | None = None
     positions: Tensor | None = None
+    layer_inputs: LayerInputsWeights | None = None
 
     def linears(self) -> list[StoredLinear]:
         """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
-        of_layers = [each for layer in self.layers for each in layer.linears()]
+        inputs = self.layer_inputs
+        of_layers = [] if inputs is None else inputs.linears()
+        of_layers += [each for layer in self.layers for each in layer.linears()]
         if self.lm_head is self.embedding:
             return of_layers
         return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
@@ -109,6 +125,8 @@ class DecoderWeights(ModelWeights):
     def packed(self) -> list[PackedWeight | PackedExperts]:
         """The weights that are packed; those of a layer's experts are one."""
         weights = [each for block in self.blocks() for each in packed_of(block)]
+        if self.layer_inputs is not None and isinstance(self.layer_inputs.projection, PackedWeight):
+            weights.append(self.layer_inputs.projection)
         return [*weights, *([self.lm_head] if isinstance(self.lm_head, PackedWeight) else [])]
 
     def stored(self) -> dict[str, Weight]:
@@ -121,6 +139,8 @@ class DecoderWeights(ModelWeights):
             names[f"{config.final_norm_name}.bias"] = Weight(self.final_bias)
         if self.positions is not None:
             names[f"{config.position_name}.weight"] = Weight(self.positions)
+        if self.layer_inputs is not None:
+            names |= self.layer_inputs.stored()
         if len(self.embedding) == config.vocab_size:
             names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
         if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
@@ -133,11 +153,13 @@ class DecoderWeights(ModelWeights):
         """Every weight tensor, tied ones twice."""
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         own = tensors_of(self.embedding, self.final_norm, self.final_bias, self.positions)
+        own += [] if self.layer_inputs is None else self.layer_inputs.tensors()
         return [*own, *tensors_of(self.lm_head), *per_layer]
 
     def linear_names(self) -> Mapping[str, str]:
-        """The name in `config.linears` of each linear of the blocks."""
-        return names_of_linears(self.blocks())
+        """The name in `config.linears` of each linear of the layers."""
+        of_model = {} if self.layer_inputs is None else self.layer_inputs.names()
+        return {**of_model, **names_of_linears(self.blocks())}
 
     def adaptable(self) -> list[StoredLinear]:
         """The products of grouped-query attention and of dense feed-forwards."""
@@ -160,7 +182,7 @@ class DecoderWeights(ModelWeights):
         return {
             block.prefix: block.kv_scales
             for block in self.blocks()
-            if isinstance(block, AttentionWeights)
+            if isinstance(block, AttentionWeights) and not block.block.reuses
         }
 
     @property
@@ -179,42 +201,6 @@ class DecoderWeights(ModelWeights):
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
         """The model, with attention's tables for sequences of at most this many tokens."""
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
-
-
-def _computed(
-    weights: DecoderWeights,
-) -> tuple[tuple[LayerWeights, ...], Tensor, Tensor | None]:
-    """Layers, and weight and bias of the final norm, to compute with: norms with 1 added or scaled
-    are copies.
-
-    All other tensors are those of the weights.
-    """
-    config, layers = weights.config, weights.layers
-    final_norm, final_bias = weights.final_norm, weights.final_bias
-    if config.norms_plus_one:
-        final_norm = plus_one(final_norm)
-        layers = tuple(layer.with_norms_plus_one() for layer in layers)
-    if config.logits_scale != 1:
-        final_norm = final_norm.float() * config.logits_scale
-        final_bias = None if final_bias is None else final_bias.float() * config.logits_scale
-    return layers, final_norm, final_bias
-
-
-class Step(NamedTuple):
-    """A block as it runs.
-
-    layer      the index of its layer
-    next_norm  the norm, or two norms, between it and the next block
-    ends       whether it is the last of its layer
-    aside      the norm of the next block, if that reads the stream that this one reads
-    """
-
-    layer: int
-    block: BlockWeights
-    next_norm: NextNorm
-    tables: RopeTables
-    ends: bool
-    aside: ReadNorm | None = None
 
 
 class DecoderModel:
@@ -244,14 +230,19 @@ class DecoderModel:
             else:
                 self.lm_head = first_rows(head, vocabulary)
         config = self.config
-        self.tables = self._new_tables(config.rope, max_seq_len)
+        width = attention_of(config).table_dim
+        self.tables = self._new_tables(config.rope, width, max_seq_len)
         self.local_tables = self.tables
         if has_local_tables(config):
-            self.local_tables = self._new_tables(config.local_rope, max_seq_len)
+            width = local_attention_of(config).table_dim
+            self.local_tables = self._new_tables(config.local_rope, width, max_seq_len)
         self._still_tables = self.tables
         if any(map(is_nope, blocks_of(config))):
-            self._still_tables = self._new_tables(None, max_seq_len)
-        self._layers, self._final_norm, self._final_bias = _computed(weights)
+            width = attention_of(config).table_dim
+            self._still_tables = self._new_tables(None, width, max_seq_len)
+        self._layers, self._final_norm, self._final_bias = computed(
+            weights.config, weights.layers, weights.final_norm, weights.final_bias
+        )
         self.steps = tuple(self._new_steps())
         kept = AttendingWeights | RecurringWeights
         keeping = [index for index, step in enumerate(self.steps) if isinstance(step.block, kept)]
@@ -260,13 +251,16 @@ class DecoderModel:
 
     def refresh(self) -> None:
         """Recompute the model's own norms in place from weights that have changed."""
-        layers, *final = _computed(self.weights)
+        weights = self.weights
+        layers, *final = computed(
+            weights.config, weights.layers, weights.final_norm, weights.final_bias
+        )
         for held, made in zip(self._layers, layers, strict=True):
             refill(held.tensors(), made.tensors())
         refill(tensors_of(self._final_norm, self._final_bias), tensors_of(*final))
 
-    def _new_tables(self, rope: RopeConfig | None, max_seq_len: int) -> RopeTables:
-        head_dim, device = attention_of(self.config).table_dim, self.weights.embedding.device
+    def _new_tables(self, rope: RopeConfig | None, head_dim: int, max_seq_len: int) -> RopeTables:
+        device = self.weights.embedding.device
         if rope is None:
             return RopeTables.still(head_dim=head_dim, max_seq_len=max_seq_len, device=device)
         return RopeTables.of(rope, head_dim=head_dim, max_seq_len=max_seq_len, device=device)
@@ -365,8 +359,10 @@ class DecoderModel:
         scale = self.config.stream_scale
         # Routes are kept layer by layer.
         run = block_runner(alike=launch.routes is None)
+        inputs = new_inputs(self.weights.layer_inputs, residual.x, row, launch, self.config)
         residual = self._begin(row, residual, launch)
-        for step, memory in self._with_memory(states):
+        like, lanes = residual.scaled, len(residual.x)
+        for step, memory in with_memory(self.steps, states, inputs, like, lanes):
             left = kept_rows(streams, step.layer, residual, scale) if step.ends else None
             residual = residual._replace(kept=left)
             aside = self._decoded_aside(step, row, residual, launch)
@@ -406,21 +402,6 @@ class DecoderModel:
             residual, norm.weight, norm.bias, row.slot, eps=norm.eps, pdl=launch.pdl
         )
 
-    def _with_memory(self, states: StateTensors) -> Iterator[tuple[Step, Memory]]:
-        """Each block with what it reads and writes of the sequences."""
-        caches = iter(states.paged())
-        for step in self.steps:
-            memory: Memory = None
-            if isinstance(step.block, AttendingWeights):
-                memory = next(caches)
-            elif isinstance(step.block, RecurringWeights):
-                memory = {
-                    name: kept
-                    for (layer, name), kept in states.recurrent.items()
-                    if layer == step.layer
-                }
-            yield step, memory
-
     def prefill(
         self,
         lanes: PrefillLanes,
@@ -448,6 +429,7 @@ class DecoderModel:
         """
         config, weights, slot = self.config, self.weights, lanes.slot
         x = self._embedded(lanes, launch) if stream is None else stream
+        inputs = new_inputs(weights.layer_inputs, x, lanes, launch, config)
         scratch = prefill_scratch(
             weights.layers,
             len(x),
@@ -462,7 +444,8 @@ class DecoderModel:
             scratch.h.copy_(x)
         end: tuple[Tensor, ...] = ()
         run = block_runner(alike=launch.routes is None)
-        for index, (step, memory) in enumerate(self._with_memory(states)):
+        steps = with_memory(self.steps, states, inputs, weights.embedding)
+        for index, (step, memory) in enumerate(steps):
             block, tables = step.block, step.tables
             aside = self._prefilled_aside(step, x, slot, pdl=launch.pdl)
             if index < self._last_kept or not isinstance(block, AttendingWeights):
@@ -471,9 +454,11 @@ class DecoderModel:
                 if index == self._last_kept:
                     end = (scratch.lane_of(x, lanes.last),)
             else:
-                assert isinstance(memory, tuple), "attention has a cache"
-                attended = block.attend(lanes, *memory, tables, attention, scratch)
+                assert isinstance(memory, PagedMemory), "attention has a cache"
+                attended = attend(block, memory, tables, lanes, attention, scratch)
                 end = (scratch.lane_of(x, lanes.last), attended.index_select(0, lanes.last))
+                if inputs is not None:
+                    end = (*end, inputs.index_select(0, lanes.last))
                 if all_lanes:
                     block.add_output(attended, x, step.next_norm, slot, scratch)
             if aside is not None:
@@ -525,7 +510,10 @@ class DecoderModel:
         if aside is not None:
             scratch.h.copy_(aside)
         for step in rest:
-            prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch)
+            memory: Memory = None
+            if isinstance(step.block, LayerInputWeights):
+                memory = input_of(step, end.last[-1])
+            prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch, memory)
         call = LinearCall(scratch.h, head, slot_1, launch=launch)
         return linear(call, StoreLogits(cap=self.config.logits_cap))
 
@@ -568,6 +556,9 @@ class DecoderConfig(Composition):
             final_bias=new(hidden) if biased else None,
             positions=new(self.max_positions, hidden) if placed else None,
             lm_head=lm_head,
+            layer_inputs=None
+            if self.layer_inputs is None
+            else self.layer_inputs.allocate(len(layers), hidden, forms, device=device, dtype=dtype),
         )
 
 

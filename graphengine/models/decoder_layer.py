@@ -17,8 +17,10 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.expert_steps import decode_experts, prefill_experts
 from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.gqa import AttentionWeights, PagedMemory
 from graphengine.models.blocks.mlp import MlpWeights
 from graphengine.models.blocks.norms import NextNorm, NormKind, ReadNorm
+from graphengine.models.blocks.per_layer.layer_inputs import LayerInputWeights
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import SwigluWeights
@@ -36,9 +38,9 @@ from graphengine.models.sublayers import (
 )
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
-Memory = tuple[Tensor, Tensor] | Mapping[str, Tensor] | None
+Memory = PagedMemory | Mapping[str, Tensor] | Tensor | None
 """What a block reads and writes of its sequences: a paged cache with its block table, recurrent
-states by name, or nothing."""
+states by name, its layer's input, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,11 +179,15 @@ def decode_block(
     squares is updated in place. Each live lane's entry of `memory` is written at its position.
     """
     if isinstance(block, AttendingWeights):
-        kv, table = cast("tuple[Tensor, Tensor]", memory)
+        kv, table, lent = cast("PagedMemory", memory)
+        if isinstance(block, AttentionWeights):
+            return block.decode(row, residual, next_norm, kv, table, tables, launch, lent=lent)
         return block.decode(row, residual, next_norm, kv, table, tables, launch)
     if isinstance(block, RecurringWeights):
         states = cast("Mapping[str, Tensor]", memory)
         return block.decode(row, residual, next_norm, states, launch)
+    if isinstance(block, LayerInputWeights):
+        return block.decode(row, residual, next_norm, cast("Tensor", memory), launch)
     return _decode_feed_forward(block, next_norm, row, residual, launch)
 
 
@@ -216,7 +222,7 @@ def decode_layer(
     """
     for each, following in layer.followed(next_norm):
         residual = decode_block(
-            each.block, following, residual, (kv, block_table), tables, row, launch
+            each.block, following, residual, PagedMemory(kv, block_table), tables, row, launch
         )
     return residual
 
@@ -283,21 +289,42 @@ def prefill_block(
     `stream`, float32, is updated in place, and `scratch.h` becomes `stream` after `next_norm`.
     """
     if isinstance(block, AttendingWeights):
-        kv, table = cast("tuple[Tensor, Tensor]", memory)
-        attended = block.attend(lanes, kv, table, tables, attention, scratch)
+        attended = attend(block, cast("PagedMemory", memory), tables, lanes, attention, scratch)
         block.add_output(attended, stream, next_norm, lanes.slot, scratch)
     elif isinstance(block, RecurringWeights):
         states = cast("Mapping[str, Tensor]", memory)
         block.prefill(lanes, stream, next_norm, states, scratch)
     else:
-        prefill_feed_forward(block, next_norm, stream, lanes.slot, scratch)
+        prefill_feed_forward(block, next_norm, stream, lanes.slot, scratch, memory)
+
+
+def attend(
+    block: AttendingWeights,
+    memory: PagedMemory,
+    tables: RopeTables,
+    lanes: PrefillLanes,
+    attention: ChunkAttention,
+    scratch: PrefillScratch,
+) -> Tensor:
+    """Run the first half of a block that attends, on a chunk whose normed stream is `scratch.h`."""
+    kv, table, lent = memory
+    if isinstance(block, AttentionWeights):
+        return block.attend(lanes, kv, table, tables, attention, scratch, lent=lent)
+    return block.attend(lanes, kv, table, tables, attention, scratch)
 
 
 def prefill_feed_forward(
-    block: BlockWeights, next_norm: NextNorm, stream: Tensor, slot: Tensor, scratch: PrefillScratch
+    block: BlockWeights,
+    next_norm: NextNorm,
+    stream: Tensor,
+    slot: Tensor,
+    scratch: PrefillScratch,
+    memory: Memory = None,
 ) -> None:
-    """Run `prefill_block` of a feed-forward."""
-    if isinstance(block, ExpertsWeights):
+    """Run `prefill_block` of a feed-forward, or of a block that takes the layer's input."""
+    if isinstance(block, LayerInputWeights):
+        block.prefill(stream, next_norm, cast("Tensor", memory), slot, scratch)
+    elif isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
         prefill_experts(block, stream, next_norm, slot, scratch)
     else:

@@ -7,7 +7,7 @@ entries of a recurrent state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -88,18 +88,39 @@ def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
     return sum(4 * state.parts * state.kv_heads for state in paged_states(layers))
 
 
-def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:
+def cache_shape(
+    states: Sequence[LayerStates], block_size: int, *, without: Collection[int] = ()
+) -> tuple[int, ...]:
     """Shape `[layers, *block]` of one block of all paged layers together, in one tensor.
 
-    ValueError if no layer is paged, or if their blocks differ in shape.
+    Where the layers' blocks differ in shape it is `[1, values]`: the blocks of all layers lie side
+    by side, as `StateTensors.paged` finds them.
+
+    without  indices of paged layers whose blocks are elsewhere
+
+    ValueError if no layer is paged.
     """
     paged = paged_states(states)
-    if len({state.block_shape(block_size) for state in paged}) != 1:
-        raise ValueError(
-            f"the paged layers of a model must share one shape of blocks, and there must be one: "
-            f"{len(states)} layers have {', '.join(map(str, dict.fromkeys(paged))) or 'none'}"
-        )
-    return (len(paged), *paged[0].block_shape(block_size))
+    if not paged:
+        raise ValueError(f"a model must have a paged layer: {len(states)} layers have none")
+    apart = side_by_side(states, without=without)
+    if apart:
+        return (1, sum(math.prod(state.block_shape(block_size)) for state in apart))
+    kept = [state for index, state in enumerate(paged) if index not in without]
+    return (len(kept), *(kept or paged)[0].block_shape(block_size))
+
+
+def side_by_side(
+    states: Sequence[LayerStates], *, without: Collection[int] = ()
+) -> tuple[Paged, ...]:
+    """The paged layers' states, where their blocks differ in shape; else empty."""
+    kept = tuple(state for index, state in enumerate(paged_states(states)) if index not in without)
+    return kept if len({state.block_shape(1) for state in kept}) > 1 else ()
+
+
+def tokens_of_block(apart: Sequence[Paged], cache: Tensor) -> int:
+    """Tokens of a block of a cache `[1, blocks, values]` of layers side by side."""
+    return int(cache.shape[2]) // sum(math.prod(state.block_shape(1)) for state in apart)
 
 
 def paged_states(states: Sequence[LayerStates]) -> list[Paged]:
@@ -186,12 +207,28 @@ class StateTensors(NamedTuple):
     block_table  int32 `[S, B]`
     recurrent    `[S, E, *shape]` of each recurrent state, by its layer's index and its name
     rings        the caches of paged layers that keep only the newest tokens
+    apart        the L layers' states, where their blocks differ in shape: then `cache` is
+                 `[1, blocks, values]`, whose blocks have those of all layers side by side
     """
 
     cache: Tensor
     block_table: Tensor
     recurrent: Mapping[tuple[int, str], Tensor] = MappingProxyType({})
     rings: tuple[RingTensors, ...] = ()
+    apart: tuple[Paged, ...] = ()
+
+    def pooled(self) -> list[Tensor]:
+        """`[blocks, *block]` of each layer in `cache`, in their order."""
+        if not self.apart:
+            return list(self.cache.unbind(0))
+        size = tokens_of_block(self.apart, self.cache)
+        shapes = [state.block_shape(size) for state in self.apart]
+        parts = torch.split(self.cache[0], [math.prod(shape) for shape in shapes], dim=1)
+        return [part.view(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def dense(self) -> list[Tensor]:
+        """The pool's layers as tensors `[L, blocks, *block]`, each of layers with one shape."""
+        return [each[None] for each in self.pooled()] if self.apart else [self.cache]
 
     def paged(self) -> list[tuple[Tensor, Tensor]]:
         """Cache `[blocks, *block]` and block table of each paged layer, in their order."""
@@ -200,9 +237,7 @@ class StateTensors(NamedTuple):
             for ring in self.rings
             for layer, kv in zip(ring.layers, ring.cache.unbind(0), strict=True)
         }
-        others = (layer for layer in range(len(self.cache) + len(found)) if layer not in found)
-        found |= {
-            layer: (kv, self.block_table)
-            for layer, kv in zip(others, self.cache.unbind(0), strict=True)
-        }
+        pooled = self.pooled()
+        others = (layer for layer in range(len(pooled) + len(found)) if layer not in found)
+        found |= {layer: (kv, self.block_table) for layer, kv in zip(others, pooled, strict=True)}
         return [found[layer] for layer in range(len(found))]

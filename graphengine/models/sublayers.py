@@ -30,6 +30,7 @@ from graphengine.models.blocks.norms import (
     Sandwich,
     plus_one,
 )
+from graphengine.models.blocks.per_layer.layer_inputs import LayerInput, LayerInputWeights
 from graphengine.models.blocks.short_conv import ShortConv, ShortConvWeights
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.linears import WeightForms
@@ -42,8 +43,8 @@ Recurring = Mamba2 | GatedDelta | ShortConv
 RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights
 FeedForward = Swiglu | Mlp | Experts
 FeedForwardWeights = SwigluWeights | MlpWeights | ExpertsWeights
-Block = Attending | Recurring | FeedForward
-BlockWeights = AttendingWeights | RecurringWeights | FeedForwardWeights
+Block = Attending | Recurring | FeedForward | LayerInput
+BlockWeights = AttendingWeights | RecurringWeights | FeedForwardWeights | LayerInputWeights
 
 ATTENTION, MLP = "self_attn.", "mlp."
 """Prefixes of the usual blocks in the checkpoint, below their layer's own."""
@@ -62,6 +63,8 @@ class Sublayer(NamedTuple):
     prefix     prefix of the block's tensors
     post_norm  name of the norm between the block and the sum, without ".weight"; "": there is none
     parallel   whether the block reads the stream as the block before it found it, not as it left it
+    factor     name of what the stream is multiplied by after the sum; "": nothing. Only with a
+               `post_norm`
     """
 
     norm: str
@@ -69,6 +72,7 @@ class Sublayer(NamedTuple):
     block: Block
     post_norm: str = ""
     parallel: bool = False
+    factor: str = ""
 
 
 Layer = tuple[Sublayer, ...]
@@ -99,6 +103,8 @@ def post_normed_layer(attention: GroupedQueryAttention, mlp: Swiglu) -> Layer:
 def states_of(block: Block) -> LayerStates:
     """What the block keeps of a sequence."""
     match block:
+        case GroupedQueryAttention() if block.reuses:
+            return ()
         case GroupedQueryAttention() | LatentAttention():
             return (block.state,)
         case Mamba2() | GatedDelta() | ShortConv():
@@ -124,6 +130,7 @@ class SublayerWeights:
     kind       of the norm before the block
     post_norm  of the norm between the block and the sum; None: there is none
     parallel   as `Sublayer` has it
+    factor     `[1]`, what the stream is multiplied by after the sum; None: nothing
     """
 
     block: BlockWeights
@@ -134,6 +141,8 @@ class SublayerWeights:
     post_norm_name: str = ""
     post_norm: Tensor | None = None
     parallel: bool = False
+    factor_name: str = ""
+    factor: Tensor | None = None
 
     @property
     def read_norm(self) -> ReadNorm:
@@ -153,11 +162,13 @@ class SublayerWeights:
         norms = {f"{name}.weight": Weight(norm) for name, norm in held.items()}
         if self.norm_bias is not None:
             norms[f"{self.norm_name}.bias"] = Weight(self.norm_bias)
+        if self.factor is not None:
+            norms[self.factor_name] = Weight(self.factor)
         return norms | self.block.stored()
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        norms = [self.norm, self.norm_bias, self.post_norm]
+        norms = [self.norm, self.norm_bias, self.post_norm, self.factor]
         return [*(each for each in norms if each is not None), *self.block.tensors()]
 
     def before(self, following: ReadNorm, *, normed: bool = True) -> NextNorm:
@@ -169,7 +180,8 @@ class SublayerWeights:
             assert normed, "a norm is before each block or after it"
             return following
         assert isinstance(following, Tensor), "a norm after a block comes before an RMSNorm"
-        return Sandwich(self.post_norm, following, self.block.block.norm_eps, normed)
+        eps = self.block.block.norm_eps
+        return Sandwich(self.post_norm, following, eps, normed, self.factor)
 
     def with_norms_plus_one(self) -> SublayerWeights:
         """This sublayer with 1 added to its norms, for checkpoints whose norms lack it."""
@@ -196,8 +208,8 @@ def allocate_sublayers(
 ) -> Iterator[SublayerWeights]:
     """Uninitialised weights of the layer with this prefix; `device="meta"` allocates nothing."""
 
-    def norm() -> Tensor:
-        return torch.empty(hidden, device=device, dtype=dtype)
+    def norm(size: int = hidden) -> Tensor:
+        return torch.empty(size, device=device, dtype=dtype)
 
     # Sublayers side by side may share a norm.
     made = {each.norm: norm() for each in layer}
@@ -214,6 +226,8 @@ def allocate_sublayers(
             post_norm_name=prefix + each.post_norm if each.post_norm else "",
             post_norm=norm() if each.post_norm else None,
             parallel=each.parallel,
+            factor_name=prefix + each.factor if each.factor else "",
+            factor=norm(1) if each.factor else None,
         )
 
 
@@ -236,6 +250,8 @@ def products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
     match block:
         case AttentionWeights():
             return [(block.qkv, block.qkv_bias), (block.output, block.output_bias)]
+        case LayerInputWeights():
+            return [(block.gate, None), (block.down, None)]
         case SwigluWeights():
             return [(block.gate_up, block.gate_up_bias), (block.down, block.down_bias)]
         case MlpWeights():

@@ -16,7 +16,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.host.logprobs import Logprobs
 from graphengine.host.masks import MaskTable
-from graphengine.host.rings import WindowRing
+from graphengine.host.rings import WindowRing, layers_in_rings
 from graphengine.host.routes import Routing
 from graphengine.kernels.attention.decode import TREE_SPLIT
 from graphengine.kernels.core.devices import overlaps_launches
@@ -30,7 +30,14 @@ from graphengine.models.contract import Model
 from graphengine.models.launches import WHOLE, DecodeLaunch, RankGroup
 from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.choosing import PlanOrigins, choose_plans
-from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
+from graphengine.models.states import (
+    RingTensors,
+    StateTensors,
+    cache_shape,
+    paged_states,
+    recurrent_tensors,
+    side_by_side,
+)
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.budget.memory import MemoryPlan
@@ -313,10 +320,11 @@ def _new_caches(
     model: Model, memory: MemoryPlan, drafter: Drafter
 ) -> tuple[PagedCache, PagedCache]:
     """The caches of the target's layers without rings, and of the drafter's layers."""
-    layers, *block = cache_shape(model.config.states, memory.block_size)
-    in_rings = sum(len(ring.layers) for ring in memory.rings)
+    target = cache_shape(
+        model.config.states, memory.block_size, without=layers_in_rings(memory.rings)
+    )
     own = drafter.needs.kv_block_shape(memory.block_size)
-    return _new_cache(memory, layers - in_rings, *block), _new_cache(memory, *own)
+    return _new_cache(memory, *target), _new_cache(memory, *own)
 
 
 def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> PagedCache:
@@ -336,13 +344,17 @@ def _new_states(
     model: Model, memory: MemoryPlan, buffers: StaticBuffers, cache: Tensor
 ) -> StateTensors:
     """The states that the target's layers keep; `cache` is that of the layers without rings."""
-    states = model.config.states
-    _, *block = cache_shape(states, memory.block_size)
+    states, size = model.config.states, memory.block_size
+    paged = paged_states(states)
     return StateTensors(
         cache,
         buffers["block_table"],
         recurrent_tensors(states, buffers),
-        tuple(_new_ring(memory, ring, buffers, *block) for ring in memory.rings),
+        tuple(
+            _new_ring(memory, ring, buffers, *paged[ring.layers[0]].block_shape(size))
+            for ring in memory.rings
+        ),
+        side_by_side(states, without=layers_in_rings(memory.rings)),
     )
 
 

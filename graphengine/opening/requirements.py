@@ -15,7 +15,7 @@ from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import Linear
-from graphengine.models.states import LayerStates, paged_states, recurrent_states
+from graphengine.models.states import LayerStates, paged_states, recurrent_states, side_by_side
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.inventory import state_places
 
@@ -89,6 +89,13 @@ def check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
         raise ValueError(
             f"kv_dtype='fp8' is for caches of keys and values: layers of this {architecture} keep "
             f"latents of {math.prod(latent.entry)} values, which have no scales"
+        )
+    apart = {state.entry for state in side_by_side(layers)}
+    if apart:
+        shapes = " and ".join(f"{heads} heads of {size}" for heads, size in sorted(apart))
+        raise ValueError(
+            f"kv_dtype='fp8' is for layers whose keys and values have one shape: those of this "
+            f"{architecture} have {shapes}"
         )
 
 

@@ -17,7 +17,8 @@ Letters: B blocks, G kv heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ from graphengine.models.states import (
     checkpoint_shape,
     paged_states,
     recurrent_states,
+    side_by_side,
+    tokens_of_block,
 )
 from graphengine.opening.loading import CheckpointContents
 from graphengine.parallel.process_groups import ProcessGroups
@@ -100,7 +103,14 @@ class ShardedState:
         target = contents.whole_stage.states, contents.model.states
         drafter = contents.drafter.whole_states, contents.drafter.needs.states
         # A drafter without KV of its own has no cache.
-        self._heads = [_heads(*pair) for pair in (target, drafter) if paged_states(pair[0])]
+        caches = [cache for cache, _ in runtime.caches]
+        pairs = [pair for pair in (target, drafter) if paged_states(pair[0])]
+        # The drafter's layers have no rings.
+        in_rings = {each for ring in runtime.program.states.rings for each in ring.layers}
+        self._heads = [
+            _heads(*each, cache, without)
+            for each, cache, without in zip(pairs, caches, (in_rings, ()), strict=False)
+        ]
         self._recurrent = _recurrent(*target) if places else []
 
     @property
@@ -276,11 +286,35 @@ def _as_cache(rows: Tensor, cache: Tensor) -> Tensor:
     return rows.view((*cache.shape[:2], *rows.shape[1:]))
 
 
-def _heads(whole: Sequence[LayerStates], own: Sequence[LayerStates]) -> ShardedAxis:
+def _heads(
+    whole: Sequence[LayerStates],
+    own: Sequence[LayerStates],
+    cache: Tensor,
+    without: Collection[int] = (),
+) -> ShardedAxis:
     """How a layer's blocks `[B, parts, block_size, *entry]` are split, along the first dimension of
-    an entry: heads, or the values of a latent, which every rank has. All blocks have one shape.
+    an entry: heads, or the values of a latent, which every rank has.
+
+    Where layers lie side by side in a block, each of their entries is split.
+
+    without  indices of paged layers that are not in `cache`
     """
-    of_all, of_one = (paged_states(layers)[0].entry for layers in (whole, own))
+    apart = side_by_side(own, without=without)
+    pairs = [
+        (one, part)
+        for index, (one, part) in enumerate(
+            zip(paged_states(whole), paged_states(own), strict=True)
+        )
+        if index not in without or len(cache) == 0
+    ]
+    if apart:
+        size = tokens_of_block(apart, cache)
+        pieces = [pair for pair in pairs for _ in range(pair[0].parts * size)]
+        of_all, of_one = (
+            tuple(math.prod(state.entry) for state in each) for each in zip(*pieces, strict=True)
+        )
+        return ShardedAxis(of_all, of_one, axis=-1)
+    of_all, of_one = (state.entry for state in pairs[0])
     return ShardedAxis(of_all[:1], of_one[:1], axis=-len(of_all))
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -165,8 +165,9 @@ class StepProgram:
             tree=tree,
         )
         if step.path is not None:
-            cache, table = self.states.cache, self.states.block_table
-            move_path(cache, table, step.path, rows=rows, width=1 + drafts, pdl=pdl)
+            shape = {"rows": rows, "width": 1 + drafts}
+            for cache in self.states.dense():
+                move_path(cache, self.states.block_table, step.path, **shape, pdl=pdl)
         if processed is not None:
             options.report(processed, step.token_N, step.count_R, path=step.path, pdl=pdl)
         if self.routing is not None and routes is not None:
@@ -364,7 +365,10 @@ class StepProgram:
         """A chunk's attention in which embeddings of an image see each other."""
         if self.seen is None:
             return attention
-        return partial(attention, seen_N=self.seen[: len(chunk.slot)])
+        seen = partial(attention, seen_N=self.seen[: len(chunk.slot)])
+        if not self.model.config.causal_without_window:
+            return seen
+        return partial(_attend_by_window, attention, seen)
 
     def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
         """A chunk's causal attention."""
@@ -376,6 +380,17 @@ class StepProgram:
             position_P=self.buffers["prefill_start"],
             launch=self.launch,
         )
+
+
+def _attend_by_window(
+    without: Callable[..., Tensor],
+    within: Callable[..., Tensor],
+    *args: Tensor,
+    window: int = 0,
+    **options: Any,
+) -> Tensor:
+    """Attention of a layer with a window by `within`, of others by `without`."""
+    return (within if window else without)(*args, window=window, **options)
 
 
 def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: int) -> Verified:

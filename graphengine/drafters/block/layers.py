@@ -32,6 +32,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from graphengine.drafters.block.attention import attend_block, keep_keys
 from graphengine.drafters.stream_readers import StreamReaders, grouped_attention, layers_like
 from graphengine.kernels.draft.block import BlockDraft
 from graphengine.kernels.draft.markov import MarkovHead
@@ -303,7 +304,8 @@ def keep_context(
     launch  for decode lanes, with plans of `DFlashConfig.linears`, or for a chunk
     """
     for layer, kv in zip(weights.layers, cache, strict=True):
-        attention_of(layer).keep(context_NH, slot_N, position_N, kv, block_table, tables, launch)
+        attention = attention_of(layer)
+        keep_keys(attention, context_NH, slot_N, position_N, kv, block_table, tables, launch)
 
 
 def run_block(
@@ -325,7 +327,8 @@ def run_block(
     for layer, kv, causal, next_norm in zip(
         layers, cache, weights.config.causal, following, strict=True
     ):
-        residual = attention_of(layer).decode_block(
+        residual = attend_block(
+            attention_of(layer),
             begun,
             residual,
             layer.after_attention,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +18,17 @@ from graphengine.kernels.attention.decode import (
 )
 from graphengine.kernels.attention.head_gate import gate_heads
 from graphengine.kernels.attention.prefill import (
-    paged_prefill_attention,
     prefill_attention_workspace_bytes,
 )
 from graphengine.kernels.core.paged import FP8_KV
-from graphengine.kernels.draft.block import BlockDraft
 from graphengine.kernels.linear.call import AnyWeight
-from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.epilogues import STORE, Store
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily, attention_split
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope import rope_append
+from graphengine.kernels.norm_rope.value_norm import norm_values
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.head_rows import HeadRows
 from graphengine.models.blocks.norms import NextNorm, plus_one
@@ -38,7 +37,6 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    chunk_product,
     new_weights,
     tensors_of,
 )
@@ -69,6 +67,13 @@ class GroupedQueryAttention:
               Phi-3's `qkv_proj`; "": each has its own
     transposed  whether a checkpoint has a linear's columns where others have its rows, as GPT-2's
               Conv1D has them
+    projected  the linears that a checkpoint has, by the first letters of queries, keys and values.
+              Without that of values, these are the keys before norm and rotation; with queries
+              alone, keys and values are those of the last layer with the same window that `lends`
+    lends     whether later layers read what this one keeps
+    value_norm  whether each head's value has an RMSNorm without a weight. Then the norms of queries
+              and keys are rounded once, after their weights
+    role      prefix of its linears' names
     fed_size  columns of the input of queries, keys and values; 0: hidden_size, those of the normed
               stream
     scale_of  scores are divided by its square root; 0: head_dim
@@ -98,6 +103,10 @@ class GroupedQueryAttention:
     one_linear: str = ""
     transposed: bool = False
     fed_size: int = 0
+    projected: Literal["qkv", "qk", "q"] = "qkv"
+    lends: bool = False
+    value_norm: bool = False
+    role: str = ""
 
     @property
     def q_size(self) -> int:
@@ -112,9 +121,15 @@ class GroupedQueryAttention:
         return self.q_size + 2 * self.kv_size
 
     @property
+    def reuses(self) -> bool:
+        """Whether keys and values are those of an earlier layer."""
+        return self.projected == "q"
+
+    @property
     def projected_size(self) -> int:
         """Values that a token is projected to: queries, keys, values, then gates."""
-        return self.qkv_size + (self.q_size if self.gated else 0)
+        kept = self.kv_size * (len(self.projected) - 1)
+        return self.q_size + kept + (self.q_size if self.gated else 0)
 
     @property
     def fed_columns(self) -> int:
@@ -126,7 +141,7 @@ class GroupedQueryAttention:
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
         # As in a head of as many parts as pairs: rows of first values come before second ones.
         rotated = 2 if self.interleaved else int(self.head_dim * self.rotated)
-        return HeadRows(*sizes, rotated=rotated, gated=self.gated)
+        return HeadRows(*sizes, rotated=rotated, gated=self.gated, linears=self.projected)
 
     @property
     def scale(self) -> float:
@@ -138,8 +153,10 @@ class GroupedQueryAttention:
         together.
         """
         return {
-            "qkv": Linear("store", self.projected_size, self.fed_columns, shard="rows"),
-            "output": Linear("residual", self.hidden_size, self.q_size, shard="columns"),
+            f"{self.role}qkv": Linear("store", self.projected_size, self.fed_columns, shard="rows"),
+            f"{self.role}output": Linear(
+                "residual", self.hidden_size, self.q_size, shard="columns"
+            ),
         }
 
     @property
@@ -150,7 +167,8 @@ class GroupedQueryAttention:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """First checkpoint linear fused into each weight."""
-        return {"qkv": self.one_linear or "q_proj", "output": self.names[0]}
+        firsts = (self.one_linear or "q_proj", self.names[0])
+        return dict(zip(self.linears, firsts, strict=True))
 
     @property
     def state(self) -> Paged:
@@ -200,25 +218,49 @@ class GroupedQueryAttention:
             return torch.empty(shape, device=device, dtype=dtype) if condition else None
 
         def norm(heads: int) -> Tensor | None:
-            if not self.row_norm:
+            if not self.row_norm and not self.value_norm:
                 return new(bool(self.qk_norm), self.head_dim)
             # The norm's output is rounded once, after its weight.
-            return torch.empty(heads * self.head_dim, device=device, dtype=torch.float32)
+            size = heads * self.head_dim if self.row_norm else self.head_dim
+            return torch.empty(size, device=device, dtype=torch.float32)
 
         weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden = self.hidden_size
         return AttentionWeights(
             block=self,
             prefix=prefix,
-            qkv=weight("qkv", self.projected_size, self.fed_columns),
+            qkv=weight(f"{self.role}qkv", self.projected_size, self.fed_columns),
             qkv_bias=new(self.qkv_bias, self.projected_size),
             q_norm=norm(self.num_heads),
-            k_norm=norm(self.num_kv_heads),
+            k_norm=None if self.reuses else norm(self.num_kv_heads),
             kv_scales=torch.ones((2, self.num_kv_heads), device=device),
-            output=weight("output", hidden, self.q_size),
+            output=weight(f"{self.role}output", hidden, self.q_size),
             output_bias=new(self.output_bias, hidden),
             sinks=torch.empty(self.num_heads, device=device) if self.sinks else None,
         )
+
+
+class Lent(NamedTuple):
+    """What a layer lends those that reuse its keys and values.
+
+    weights  of its attention
+    qkv      `[N, (Q + 2G) * D]`: its lanes' keys, before norm and rotation, and values, after the
+             queries of the layer that ran last; None in a chunk, whose keys are in the cache
+    """
+
+    weights: AttentionWeights
+    qkv: Tensor | None
+
+
+class PagedMemory(NamedTuple):
+    """What an attention block reads and writes of its sequences.
+
+    lent  what it lends later layers, or what an earlier one lends it; None: nothing
+    """
+
+    kv: Tensor
+    block_table: Tensor
+    lent: Lent | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,46 +306,23 @@ class AttentionWeights:
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
-        prefix, of_heads = self.prefix, self.block.rows
-        _, output = self.linears()
+        prefix, of_heads, one = self.prefix, self.block.rows, self.block.one_linear
+        qkv, output = self.linears()
         names = output.views()
-        for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if not isinstance(rows, Tensor):
-                continue
-            if self.block.one_linear:
-                names |= self._stored_fused(kind, rows)
-                continue
-            counts = (of_heads.num_heads, of_heads.num_kv_heads, 0)
-            for name, part, count in zip("qkv", of_heads.of_checkpoint(rows), counts, strict=True):
-                order = of_heads.order_of(count) if count else None
-                names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0, order=order)
-        return names | self._stored_vectors()
-
-    def _stored_fused(self, kind: str, rows: Tensor) -> dict[str, Weight]:
-        """The weight or the bias of the one linear of queries, keys and values."""
-        name, of_heads = f"{self.prefix}{self.block.one_linear}.{kind}", self.block.rows
-        if kind == "weight":
-            return {name: self.linears()[0].views()[name]._replace(order=of_heads.order())}
-        pieces = tuple(count for _, count in of_heads.of_linears)
-        return {name: Weight(rows, 0, pieces, of_heads.order())}
-
-    def _stored_vectors(self) -> dict[str, Weight]:
-        """Everything but the linear of queries, keys and values, and the other's weight."""
-        prefix, names = self.prefix, dict[str, Weight]()
-        output, *norms = self.block.names
+        if isinstance(self.qkv, Tensor):
+            order, fused = of_heads.order(), qkv.views()
+            fused = {name: rows._replace(order=order) for name, rows in fused.items()}
+            names |= fused if one else of_heads.stored(f"{prefix}{{}}_proj.weight", self.qkv)
+        if self.qkv_bias is not None:
+            fused = {f"{prefix}{one}.bias": of_heads.fused(self.qkv_bias)}
+            names |= fused if one else of_heads.stored(f"{prefix}{{}}_proj.bias", self.qkv_bias)
+        last, *norms = self.block.names
         q_norm, k_norm = norms if len(norms) > 1 else (f"q_{norms[0]}", f"k_{norms[0]}")
-        for name, whole in (
-            (f"{output}.bias", self.output_bias),
-            (f"{q_norm}.weight", self.q_norm),
-            (f"{k_norm}.weight", self.k_norm),
-        ):
-            if whole is None:
-                continue
-            names[prefix + name] = Weight(whole)
-            if whole is not self.output_bias:
-                of_heads, count = self.block.rows, len(whole) // self.block.head_dim
-                order = of_heads.order_of(count)
-                names[prefix + name] = Weight(of_heads.of_heads(whole), order=order)
+        for name, of_rows in ((q_norm, self.q_norm), (k_norm, self.k_norm)):
+            if of_rows is not None:
+                names[f"{prefix}{name}.weight"] = of_heads.vector(of_rows)
+        if self.output_bias is not None:
+            names[f"{prefix}{last}.bias"] = Weight(self.output_bias)
         if self.sinks is not None:
             names[f"{prefix}sinks"] = Weight(self.sinks, 0)
         return names
@@ -319,7 +338,8 @@ class AttentionWeights:
             return self
         return replace(self, q_norm=plus_one(self.q_norm), k_norm=plus_one(self.k_norm))
 
-    def _scales_of(self, kv: Tensor) -> Tensor | None:
+    def scales_of(self, kv: Tensor) -> Tensor | None:
+        """Scales of keys and values, if `kv` needs some."""
         return self.kv_scales if kv.dtype == FP8_KV else None
 
     def decode(
@@ -333,8 +353,9 @@ class AttentionWeights:
         launch: DecodeLaunch,
         *,
         fed: Tensor | None = None,
+        lent: Lent | None = None,
     ) -> Residual:
-        """Run the block on `row`'s tokens: three kernels, and one more with gates.
+        """Run the block on `row`'s tokens: three kernels, and one more with gates or normed values.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place except for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`,
@@ -342,11 +363,12 @@ class AttentionWeights:
 
         fed  `[N, fed_columns]`: the input of queries, keys and values in place of the normed
              stream; the stream is then only added to
+        lent  as `PagedMemory` has it
         """
-        qkv = self.qkv_product(residual if fed is None else fed, row.slot, launch)
-        attended = self.attend_rows(qkv, row, kv, block_table, tables, launch)
-        call = launch.call("output", attended, self.output, row.slot, bias=self.output_bias)
-        return add_product(call, residual, next_norm, launch)
+        made = None if lent is None else lent.qkv
+        qkv = self.qkv_product(residual if fed is None else fed, row.slot, launch, made)
+        attended = self.attend_rows(qkv, row, kv, block_table, tables, launch, lent)
+        return self.add(attended, residual, next_norm, row.slot, launch)
 
     def attend_rows(
         self,
@@ -356,12 +378,14 @@ class AttentionWeights:
         block_table: Tensor,
         tables: RopeTables,
         launch: DecodeLaunch,
+        lent: Lent | None = None,
     ) -> Tensor:
         """Run the part of `decode` between the two products: `[N, Q*D]` of `qkv`, which it may
         change.
         """
         block = self.block
         self._norm_rows(qkv, row.slot, pdl=launch.pdl)
+        keys = self if lent is None else lent.weights
         attended = decode_attention(
             qkv[:, : block.qkv_size],
             tables.cos,
@@ -376,10 +400,10 @@ class AttentionWeights:
             scale=block.scale,
             max_seq_len=tables.max_seq_len,
             q_norm_weight=None if block.row_norm else self.q_norm,
-            k_norm_weight=None if block.row_norm else self.k_norm,
+            k_norm_weight=None if block.row_norm else keys.k_norm,
             eps=block.norm_eps,
             norm_after=block.qk_norm == "after",
-            kv_scales=self._scales_of(kv),
+            kv_scales=keys.scales_of(kv),
             window=block.window,
             sinks=self.sinks,
             softcap=block.softcap,
@@ -391,37 +415,20 @@ class AttentionWeights:
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
         return attended
 
-    def keep(
+    def add(
         self,
-        fed: Tensor,
+        attended: Tensor,
+        residual: Residual,
+        next_norm: NextNorm,
         slot: Tensor,
-        position: Tensor,
-        kv: Tensor,
-        block_table: Tensor,
-        tables: RopeTables,
-        launch: DecodeLaunch | PrefillLaunch,
-    ) -> None:
-        """Write only keys and values, of the lanes of `fed` `[N, fed_columns]`, to `kv` at their
-        positions.
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """Add the output product of attention's sums to `residual`, scaled for `next_norm`."""
+        name, bias = f"{self.block.role}output", self.output_bias
+        call = launch.call(name, attended, self.output, slot, bias=bias)
+        return add_product(call, residual, next_norm, launch)
 
-        launch  that of decode lanes, with a plan of the linear `context`, or that of a chunk
-        """
-        block, weight, bias = self.block, self._rows_of_kv(self.qkv), self.qkv_bias
-        bias = None if bias is None else self._rows_of_kv(bias)
-        if isinstance(launch, DecodeLaunch):
-            call = launch.call("context", fed, weight, slot, bias=bias)
-            made = linear(call, STORE)
-        else:
-            out = fed.new_empty(len(fed), 2 * block.kv_size)
-            made = chunk_product(fed, weight, bias, out=out, pdl=launch.pdl)
-        self._append(made, 0, slot, position, kv, block_table, tables, launch)
-
-    def _rows_of_kv(self, qkv: AnyWeight) -> Tensor:
-        block = self.block
-        assert isinstance(qkv, Tensor) and not block.gated, "rows in the checkpoint's order"
-        return qkv[block.q_size :]
-
-    def _append(
+    def append(
         self,
         qkv: Tensor,
         heads: int,
@@ -435,6 +442,7 @@ class AttentionWeights:
     ) -> Tensor:
         """Return a product's queries, of this many `heads`, rotated; append the rest to `kv`."""
         block = self.block
+        k_norm = self.q_norm if block.reuses else self.k_norm
         return rope_append(
             qkv,
             tables.cos,
@@ -444,63 +452,56 @@ class AttentionWeights:
             slot,
             position,
             num_heads=heads,
-            num_kv_heads=block.num_kv_heads,
+            num_kv_heads=0 if block.reuses else block.num_kv_heads,
             q_norm_weight=None if block.row_norm else self.q_norm,
-            k_norm_weight=None if block.row_norm else self.k_norm,
+            k_norm_weight=None if block.row_norm else k_norm,
             eps=block.norm_eps,
             norm_after=block.qk_norm == "after",
-            kv_scales=self._scales_of(kv),
+            kv_scales=self.scales_of(kv),
             rows=launch.rope_rows if isinstance(launch, PrefillLaunch) else None,
             shift_S=launch.rope_shift if isinstance(launch, DecodeLaunch) else None,
             out=out,
             pdl=launch.pdl,
         )
 
-    def decode_block(
+    def qkv_product(
         self,
-        begun: BlockDraft,
-        residual: Residual,
-        next_norm: NextNorm,
-        kv: Tensor,
-        block_table: Tensor,
-        tables: RopeTables,
+        inputs: Tensor | Residual,
+        slot: Tensor,
         launch: DecodeLaunch,
-        *,
-        causal: bool,
-    ) -> Residual:
-        """Run `decode` on draft blocks, whose lanes all see each other unless `causal`.
+        made: Tensor | None = None,
+    ) -> Tensor:
+        """Queries, keys and values of decode lanes, side by side, and gates after them.
 
-        A row's lanes also see what `kv` has of its slot before them. Four kernels.
+        made  memory for them, in which a layer that reuses keys and values finds these
         """
-        block, lanes = self.block, begun.lanes
-        qkv = self.qkv_product(residual, lanes.slot, launch)
-        heads = self._append(
-            qkv, block.num_heads, lanes.slot, lanes.position, kv, block_table, tables, launch
-        )
-        attended = paged_prefill_attention(
-            heads,
-            kv,
-            block_table,
-            query_start_P1=begun.start,
-            slot_P=begun.rows.slot,
-            position_P=begun.rows.position,
-            seen_P=None if causal else begun.seen,
-            scale=block.scale,
-            kv_scales=self._scales_of(kv),
-            window=block.window,
-            softcap=block.softcap,
-            launch=launch,
-        )
-        call = launch.call("output", attended, self.output, lanes.slot, bias=self.output_bias)
-        return add_product(call, residual, next_norm, launch)
-
-    def qkv_product(self, inputs: Tensor | Residual, slot: Tensor, launch: DecodeLaunch) -> Tensor:
-        """Queries, keys and values of decode lanes, side by side, and gates after them."""
-        eps, bias = self.block.norm_eps, self.qkv_bias
-        if isinstance(inputs, Residual) and not self.block.normed:
+        block, bias = self.block, self.qkv_bias
+        if isinstance(inputs, Residual) and not block.normed:
             inputs = inputs.scaled
-        call = launch.call("qkv", inputs, self.qkv, slot, eps=eps, bias=bias)
-        return linear(call, STORE)
+        call = launch.call(
+            f"{block.role}qkv", inputs, self.qkv, slot, eps=block.norm_eps, bias=bias
+        )
+        if made is None and block.projected == "qkv":
+            qkv = linear(call, STORE)
+        else:
+            qkv = call.x_NK.new_empty(call.lanes, block.qkv_size) if made is None else made
+            linear(call, Store(out=qkv[:, : call.rows]))
+        self._norm_values(qkv, slot, pdl=launch.pdl)
+        return qkv
+
+    def _norm_values(self, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
+        """Make values of keys, or norm them, where the block does so and they are its own."""
+        block = self.block
+        if block.value_norm and not block.reuses:
+            norm_values(
+                qkv[:, : block.qkv_size],
+                slot,
+                num_heads=block.num_heads,
+                num_kv_heads=block.num_kv_heads,
+                eps=block.norm_eps,
+                of_keys=block.projected == "qk",
+                pdl=pdl,
+            )
 
     def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
         """`launch.split_tokens`, or the window's own, as it is short however long sequences get."""
@@ -519,6 +520,7 @@ class AttentionWeights:
         scratch: PrefillScratch,
         *,
         fed: Tensor | None = None,
+        lent: Lent | None = None,
     ) -> Tensor:
         """Run the first half of the block on a chunk: `[N, Q*D]`, attention of the normed
         `scratch.h`, or of `fed`.
@@ -527,12 +529,14 @@ class AttentionWeights:
         what the product of `add_output` writes.
         """
         block = self.block
-        qkv = scratch.take(block.projected_size)
-        q = scratch.take(block.q_size, after=block.projected_size)
+        width = block.q_size if block.reuses else max(block.projected_size, block.qkv_size)
+        qkv = scratch.take(width)
+        q = scratch.take(block.q_size, after=width)
         x = scratch.h if fed is None else fed
-        scratch.product(x, self.qkv, self.qkv_bias, out=qkv)
+        scratch.product(x, self.qkv, self.qkv_bias, out=qkv[:, : block.projected_size])
+        self._norm_values(qkv, lanes.slot, pdl=scratch.launch.pdl)
         self._norm_rows(qkv, lanes.slot, pdl=scratch.launch.pdl)
-        heads = self._append(
+        heads = self.append(
             qkv[:, : block.qkv_size],
             block.num_heads,
             lanes.slot,
@@ -544,12 +548,13 @@ class AttentionWeights:
             out=q.view(-1, block.num_heads, block.head_dim),
         )
         attended = scratch.take(block.q_size, after=block.attended_after)
+        keys = self if lent is None else lent.weights
         attended = attention(
             heads,
             kv,
             block_table_SB=block_table,
             scale=block.scale,
-            kv_scales=self._scales_of(kv),
+            kv_scales=keys.scales_of(kv),
             window=block.window,
             sinks=self.sinks,
             softcap=block.softcap,

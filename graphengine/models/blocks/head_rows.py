@@ -18,12 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.models.weights import Weight
+
 
 class HeadRows(NamedTuple):
     """Sizes of a matrix of queries, keys and values, and gates after them.
 
     rotated  values of a head that RoPE rotates, the first ones in a checkpoint
     gated    whether there are gates; each head's follow its query in a checkpoint
+    linears  those that there are, by the first letters of queries, keys and values
     """
 
     num_heads: int
@@ -31,6 +34,7 @@ class HeadRows(NamedTuple):
     head_dim: int
     rotated: int
     gated: bool
+    linears: str = "qkv"
 
     @property
     def parts(self) -> int:
@@ -49,7 +53,8 @@ class HeadRows(NamedTuple):
     def of_linears(self) -> list[tuple[str, int]]:
         """The rows of each of a checkpoint's linears, by the first letter of its name."""
         queries = self.q_size * (2 if self.gated else 1)
-        return [("q", queries), ("k", self.kv_size), ("v", self.kv_size)]
+        rows = [("q", queries), ("k", self.kv_size), ("v", self.kv_size)]
+        return rows[: len(self.linears)]
 
     def order(self) -> Tensor | None:
         """The checkpoint's row for each row; None: rows are in the checkpoint's order."""
@@ -77,12 +82,12 @@ class HeadRows(NamedTuple):
         of_head = torch.cat([parts[index] for index in (0, 2, 1, 3)])
         return (torch.arange(heads)[:, None] * self.head_dim + of_head).flatten()
 
-    def of_checkpoint(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows as a checkpoint has them: views of queries, keys and values."""
-        gates = self.q_size if self.gated else 0
-        q, k, v, _ = torch.split(rows, [self.q_size, self.kv_size, self.kv_size, gates])
+    def of_checkpoint(self, rows: Tensor) -> list[Tensor]:
+        """Rows as a checkpoint has them: a view for each of its linears."""
         if not self.gated:
-            return self.of_heads(q), self.of_heads(k), v
+            q, *others = torch.split(rows, [count for _, count in self.of_linears])
+            return [self.of_heads(q), *map(self.of_heads, others[:1]), *others[1:]]
+        q, k, v, _ = torch.split(rows, [self.q_size, self.kv_size, self.kv_size, self.q_size])
         # The distance from a head's query to its gates is the same for all heads.
         of_heads = self.of_heads(q, always=True)
         row = rows.stride(0)
@@ -91,7 +96,7 @@ class HeadRows(NamedTuple):
             (self.head_dim * row, (self.q_size + 2 * self.kv_size) * row, *of_heads.stride()[1:]),
             rows.storage_offset(),
         )
-        return q, self.of_heads(k), v
+        return [q, self.of_heads(k), v]
 
     def of_heads(self, rows: Tensor, *, always: bool = False) -> Tensor:
         """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
@@ -104,3 +109,25 @@ class HeadRows(NamedTuple):
             return rows
         width = self.head_dim // (2 * self.parts)
         return rows.view(-1, 2, self.parts, width, *rows.shape[1:]).transpose(1, 2)
+
+    def stored(self, pattern: str, rows: Tensor) -> dict[str, Weight]:
+        """Where a checkpoint has the weight or the bias of each linear.
+
+        pattern  its name there, with "{}" for the first letter of the linear's
+        """
+        counts = (self.num_heads, self.num_kv_heads, 0)
+        return {
+            pattern.format(name): Weight(part, 0, order=self.order_of(count) if count else None)
+            for name, part, count in zip(
+                self.linears, self.of_checkpoint(rows), counts, strict=False
+            )
+        }
+
+    def fused(self, bias: Tensor) -> Weight:
+        """Where a checkpoint has the bias of one linear of queries, keys and values."""
+        return Weight(bias, 0, tuple(count for _, count in self.of_linears), self.order())
+
+    def vector(self, norm: Tensor) -> Weight:
+        """Where a checkpoint has the weight of a norm of one head, or of several together."""
+        order = self.order_of(len(norm) // self.head_dim)
+        return Weight(self.of_heads(norm), order=order)

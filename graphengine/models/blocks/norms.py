@@ -30,12 +30,14 @@ class Sandwich(NamedTuple):
     eps     of the first
     normed  whether there is the second; else the stream is read as it is, and `following` is all
             ones
+    factor  `[1]`: what the stream is multiplied by between the two; None: nothing
     """
 
     post: Tensor
     following: Tensor
     eps: float
     normed: bool = True
+    factor: Tensor | None = None
 
 
 ReadNorm = Tensor | LayerNorm

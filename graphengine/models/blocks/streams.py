@@ -120,9 +120,11 @@ def add_product(
         return layer_norm_residual(residual, weight, bias, call.slot_N, eps=eps, pdl=launch.pdl)
     if isinstance(next_norm_H, Sandwich):
         assert call.squares_TN is None, "no norm of the inputs here"
-        post, following, eps, _ = next_norm_H
+        post, following, eps, _, factor = next_norm_H
         product, slot = _whole_product(call, launch), call.slot_N
-        return add_normed(product, post, residual, following, slot, eps=eps, pdl=launch.pdl)
+        return add_normed(
+            product, post, residual, following, slot, eps=eps, factor_1=factor, pdl=launch.pdl
+        )
     if launch.reduce is None or launch.peers is not None:
         return linear(call, AddResidual(residual, next_norm_H, launch.peers))
     part = part_product(call)
@@ -361,7 +363,7 @@ def add_chunk_product(
         whole = whole if bias is None else whole + bias
     h = scratch.h
     if isinstance(next_norm_H, Sandwich):
-        post, following, post_eps, normed = next_norm_H
+        post, following, post_eps, normed, factor = next_norm_H
         assert eps == post_eps, f"norms of two {eps=}, {post_eps=}"
         add_normed_rms_norm(
             stream_NH,
@@ -371,6 +373,7 @@ def add_chunk_product(
             slot_N,
             eps=eps,
             out_dtype=h.dtype,
+            factor_1=factor,
             out=h,
             pdl=launch.pdl,
         )

@@ -53,7 +53,8 @@ _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # A base model saved alone lacks this prefix in the names that begin with these parts.
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = (
-    *("embed_tokens.", "layers.", "norm.", "mtp_layers."),
+    *("embed_tokens.", "layers.", "norm.", "mtp_layers.", "embed_tokens_per_layer."),
+    *("per_layer_model_projection.", "per_layer_projection_norm."),
     *("wte.", "wpe.", "ln_f.", "embed_in.", "final_layer_norm."),
 )
 # Prefixes of a language model's names in a checkpoint with a vision tower, and in one without; then

@@ -57,7 +57,7 @@ _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # their projectors, value heads of reinforcement learning, and a draft vocabulary.
 _BESIDE = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|audio_model|multi_modal_projector|"
-    r"connector|embed_vision|embed_audio)\..*|v_head\..*|d2t|t2d"
+    r"connector|embed_vision|embed_audio|vision_embedder)\..*|v_head\..*|d2t|t2d"
 )
 
 
@@ -293,6 +293,7 @@ def _refuse_quantised(
         for name in unused
         if _QUANTISED.fullmatch(name.rpartition(".")[2])
         and not is_kv_scale(name)
+        and not _BESIDE.fullmatch(name)
         and not name.startswith(_DRAFT_MODULES)
         and _layer(name) < config.num_layers
     ]

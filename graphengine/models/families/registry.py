@@ -15,6 +15,7 @@ from graphengine.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm4_moe,
     glm4_moe_lite,
     gpt2,
@@ -59,6 +60,10 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Gemma2ForCausalLM": gemma2.read_config,
     "Gemma3ForCausalLM": gemma3.read_config,
     "Gemma3ForConditionalGeneration": gemma3.read_config,
+    "Gemma4ForCausalLM": gemma4.read_config,
+    "Gemma4ForConditionalGeneration": gemma4.read_config,
+    "Gemma4UnifiedForCausalLM": gemma4.read_config,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.read_config,
     "Glm4MoeForCausalLM": glm4_moe.read_config,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite.read_config,
     "GPT2LMHeadModel": gpt2.read_config,
@@ -106,6 +111,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "SmolVLMForConditionalGeneration": beside_towers.read_config,
 }
 """The reader of each architecture's `config.json`; it also gets the architecture's name."""
+_GEMMA4 = ("Gemma4", "Gemma4Unified")
 
 
 def read_model_config(config: HfConfig) -> ModelConfig:
@@ -127,6 +133,7 @@ def _architecture(config: HfConfig) -> str:
         # tied.
         base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
         base_models |= {"Gemma3TextModel": "Gemma3ForCausalLM", "GPT2Model": "GPT2LMHeadModel"}
+        base_models |= {f"{name}TextModel": f"{name}ForCausalLM" for name in _GEMMA4}
         first: str = architectures[0]
         first = base_models.get(first, first)
         if first not in FAMILIES:
@@ -138,6 +145,7 @@ def _architecture(config: HfConfig) -> str:
         "hunyuanv1dense": "HunYuanDenseV1ForCausalLM",
         "hunyuanv1moe": "HunYuanMoEV1ForCausalLM",
     }
+    model_types |= {f"{name.lower()}text": f"{name}ForCausalLM" for name in _GEMMA4}
     # "qwen3_moe" is the type of a Qwen3Moe.
     name = model_types.get((model_type or "").replace("_", ""), "")
     if not name:

@@ -153,6 +153,29 @@ GEMMA2_KEYS = (
 )
 """The keys of `config.json` that are read for Gemma 2."""
 
+GEMMA4_KEYS = (
+    GEMMA_KEYS[0],
+    Key("final_logit_softcapping", "number", (0, 1e6), default=0.0, null=True),
+    # Of the layers without a window.
+    Key("global_head_dim", "integer", (1, 4096), default=512),
+    Key("num_global_key_value_heads", "integer", (1, 4096), default=None, null=True),
+    # The same in newer files, by the layers' indices.
+    Key("per_layer_config", "object", default=None, null=True),
+    Key("attention_k_eq_v", "flag", default=False),
+    Key("num_kv_shared_layers", "integer", (0, 1024), default=0),
+    Key("use_double_wide_mlp", "flag", default=False),
+    Key("hidden_size_per_layer_input", "integer", (0, 2**16), default=256),
+    Key("vocab_size_per_layer_input", "integer", (1, INT32_MAX), default=262_144),
+    # Its row of the table of layers' inputs is that of positions without a token.
+    Key("pad_token_id", "integer", (0, INT32_MAX), default=0, null=True),
+    Key("enable_moe_block", "flag", default=False, null=True),
+    Key("num_experts", "integer", (1, 2**16), default=None, null=True),
+    Key("top_k_experts", "integer", (1, 2**16), default=None, null=True),
+    Key("moe_intermediate_size", "integer", (1, 2**22), default=None, null=True),
+    Key("use_bidirectional_attention", "text", default=None, null=True),
+)
+"""The keys of `config.json` that are read for Gemma 4."""
+
 _TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), null=True)
 GRANITE_MULTIPLIERS = (
     Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0),
@@ -439,7 +462,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS, *GPT_NEOX_KEYS),
-        *(*COHERE2_KEYS, *STABLELM_KEYS),
+        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

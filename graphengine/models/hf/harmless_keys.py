@@ -64,13 +64,24 @@ _TOWER_KEYS = """
     projector_hidden_size projector_use_layernorm spatial_merge_size scale_factor _pad_token_id
     downsample_factor do_image_splitting encoder_patch_size max_image_tokens max_num_patches
     max_pixels_tolerance max_tiles min_image_tokens min_tiles tile_size use_image_special_tokens
-    use_thumbnail language_model_only
+    use_thumbnail language_model_only audio_config vision_soft_tokens_per_image
 """
 OF_IMAGES = (
     *_TOWER_KEYS.split(),
     *(
         f"{which}_token_{end}"
-        for which in ("image", "video", "vision", "vision_start", "vision_end", "boi", "eoi")
+        for which in (
+            "image",
+            "video",
+            "audio",
+            "vision",
+            "vision_start",
+            "vision_end",
+            "boi",
+            "eoi",
+            "boa",
+            "eoa",
+        )
         for end in ("id", "index")
     ),
 )

@@ -24,6 +24,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_num_experts": (0,),
     "moe_num_shared_experts": (0,),
     "shared_expert_intermediate_size": (0,),
+    "expert_intermediate_size": (),
     "moe_layers": ([],),
     "enable_moe_block": (False,),
     "use_routing_bias": (False,),

@@ -29,9 +29,11 @@ from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.norms import LayerNorm, Sandwich
+from graphengine.models.blocks.per_layer.layer_inputs import LayerInput
 from graphengine.models.composition import experts_of, named_layers
 from graphengine.models.contract import ModelConfig
-from graphengine.models.decoder import DecoderConfig, DecoderModel, Step
+from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.decoder_steps import Step
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.quantised.schemes import HEAD
@@ -62,8 +64,8 @@ def _chain_of(config: ModelConfig, links: int) -> DecoderConfig:
     if not isinstance(config, DecoderConfig) or not kinds:
         raise ValueError(
             f"the blocks of a {config.architecture} with the linears {', '.join(config.linears)} "
-            f"are not stored alike, or have latents, or experts beside shared ones or recurrent "
-            f"blocks: there is no chain of them"
+            f"are not stored alike, or have latents, inputs of layers, or experts beside shared "
+            f"ones or recurrent blocks: there is no chain of them"
         )
     forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}
     layers: list[Layer] = []
@@ -90,7 +92,7 @@ def _kinds(config: ModelConfig) -> Sequence[tuple[str, Sublayer]]:
     if experts is not None:
         layers = [(prefix, layer) for prefix, layer in layers if _have_experts(layer)]
     blocks = [each.block for _, layer in layers for each in layer]
-    if any(isinstance(block, LatentAttention) for block in blocks):
+    if any(isinstance(block, LatentAttention | LayerInput) for block in blocks):
         return ()
     if experts is not None and (
         experts.shared is not None or any(isinstance(block, Recurring) for block in blocks)

@@ -24,6 +24,7 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.mlp import Mlp
+from graphengine.models.blocks.per_layer.layer_inputs import LayerInput
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import experts_of
@@ -117,6 +118,8 @@ def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
             return _delta_of_rank(block, ranks)
         case ShortConv():
             return replace(block, channels=_divided(block.channels, ranks, "channels"))
+        case LayerInput():
+            return replace(block, size=_divided(block.size, ranks, "values of a layer's input"))
         case Swiglu() | Mlp():
             return replace(block, ffn_size=_divided(block.ffn_size, ranks, "ffn columns"))
 

@@ -7,8 +7,9 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from graphengine.buckets import MemoryBudget, OutOfBudget, format_bytes
+from graphengine.host.rings import WindowRing, layers_in_rings
 from graphengine.kernels.core.paged import FP8_KV
-from graphengine.models.states import cache_shape
+from graphengine.models.states import paged_states
 from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
 
@@ -23,13 +24,13 @@ class FreeMemory(NamedTuple):
 class BlockBytes(NamedTuple):
     """Bytes of a block of the caches.
 
-    layer    in one layer of the target
+    layers   in each layer of the target
     rings    in all layers that have rings
     own      in the target's cache of the pool, which has the layers without rings
     drafter  in the drafter's cache; 0 if it has none
     """
 
-    layer: int
+    layers: tuple[int, ...]
     rings: int
     own: int
     drafter: int
@@ -37,11 +38,17 @@ class BlockBytes(NamedTuple):
     @classmethod
     def of(cls, shape: EngineShape) -> BlockBytes:
         size = shape.config.block_size
-        layers, *block = cache_shape(shape.model.states, size)
-        layer = math.prod(block) * shape.kv_dtype.itemsize
-        rings = layer * sum(len(ring.layers) for ring in shape.rings)
+        layers = tuple(
+            math.prod(state.block_shape(size)) * shape.kv_dtype.itemsize
+            for state in paged_states(shape.model.states)
+        )
+        rings = sum(layers[layer] for layer in layers_in_rings(shape.rings))
         drafter = math.prod(shape.drafter.needs.kv_block_shape(size)) * shape.kv_dtype.itemsize
-        return cls(layer, rings, layers * layer - rings, drafter)
+        return cls(layers, rings, sum(layers) - rings, drafter)
+
+    def of_ring(self, ring: WindowRing) -> int:
+        """Bytes of a block of a ring's cache."""
+        return sum(self.layers[layer] for layer in ring.layers)
 
     @property
     def pool(self) -> int:
@@ -85,7 +92,7 @@ def _add_rings(budget: MemoryBudget, shape: EngineShape, block: BlockBytes) -> i
     slots, added = shape.config.max_batch, 0
     for ring in shape.rings:
         name = f"KV of window {ring.window} ({slots} rings of {ring.blocks} {_kind(shape)}"
-        size = (slots * ring.blocks + 1) * len(ring.layers) * block.layer
+        size = (slots * ring.blocks + 1) * block.of_ring(ring)
         budget.add(f"{name} of {shape.config.block_size} tokens, and a dummy)", size, shape.where)
         added += size
     return added

@@ -239,7 +239,7 @@ def _plan(
         budget=budget,
         routed=shape.recorded,
         rings=shape.rings,
-        ring_bytes=sum(ring.blocks * len(ring.layers) for ring in shape.rings) * block.layer,
+        ring_bytes=sum(ring.blocks * block.of_ring(ring) for ring in shape.rings),
         recurrent=bool(recurrent_states(shape.model.states)),
         state_places=shape.state_places,
         state_bytes=state_bytes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,14 @@ from graphengine.models.linears import (
     stream_groups,
 )
 from graphengine.models.plans.chains import new_chain
-from graphengine.models.states import Paged, Recurrent, cache_shape, recurrent_states
+from graphengine.models.states import (
+    Paged,
+    Recurrent,
+    StateTensors,
+    cache_shape,
+    recurrent_states,
+    side_by_side,
+)
 
 TIED = {"num_hidden_layers": 2, "head_dim": 64, "tie_word_embeddings": True}
 LINEARS = {"up": Linear("store", 4096, 512), "down": Linear("residual", 512, 4096)}
@@ -79,16 +85,26 @@ def test_a_block_of_the_cache_is_of_all_paged_layers() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("states", "named"),
-    [
-        (((KV,), (Paged(2, (4, 80)),)), r"2 layers have .*\(4, 64\).*\(4, 80\)"),
-        (((), (Recurrent("state", (1,)),)), "2 layers have none"),
-    ],
-)
-def test_layers_of_several_shapes_or_none_share_no_cache(states: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=f"must share one shape of blocks.* {named}"):
-        cache_shape(states, 16)
+def test_blocks_of_several_shapes_lie_side_by_side() -> None:
+    """A layer's part of them is a view with the layer's own shape."""
+    wide, narrow = Paged(2, (2, 20), window=5), Paged(2, (1, 6))
+    states = ((wide,), (narrow,), (wide,))
+    assert cache_shape(states, 8) == (1, 2 * 8 * (40 + 6 + 40))
+    assert cache_shape(states, 8, without={1}) == (2, 2, 8, 2, 20)
+    assert cache_shape(states, 8, without={0, 2}) == (1, 2, 8, 1, 6)
+    assert cache_shape(states, 8, without={0, 1, 2}) == (0, 2, 8, 2, 20)
+    cache, table = torch.zeros(1, 3, 2 * 8 * 86), torch.zeros(2, 4, dtype=torch.int32)
+    held = StateTensors(cache, table, apart=side_by_side(states))
+    for value, (kv, _) in enumerate(held.paged(), 1):
+        kv.fill_(value)
+    assert [kv.shape[1:] for kv, _ in held.paged()] == [(2, 8, 2, 20), (2, 8, 1, 6), (2, 8, 2, 20)]
+    assert cache[0, 1].unique_consecutive(return_counts=True)[1].tolist() == [640, 96, 640]
+    assert [each.shape for each in held.dense()] == [(1, *kv.shape) for kv, _ in held.paged()]
+
+
+def test_a_model_without_paged_layers_has_no_cache() -> None:
+    with pytest.raises(ValueError, match="must have a paged layer: 2 layers have none"):
+        cache_shape(((), (Recurrent("state", (1,)),)), 16)
 
 
 def test_a_weight_that_is_used_twice_counts_once() -> None:

@@ -10,6 +10,7 @@ import pytest
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import (
     GEMMA2_KEYS,
+    GEMMA4_KEYS,
     GEMMA_KEYS,
     GPT_OSS_KEYS,
     GRANITE_KEYS,
@@ -41,6 +42,7 @@ FAMILIES: dict[str, tuple[tuple[Key, ...], dict[str, Any]]] = {
     "GptOss": (GPT_OSS_KEYS, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Gemma2": (GEMMA2_KEYS, {"head_dim": 64}),
     "Gemma3": (GEMMA_KEYS, {"head_dim": 64}),
+    "Gemma4": (GEMMA4_KEYS, {"head_dim": 64}),
 }
 DEEP: list[Any] = []
 for _ in range(2000):

@@ -46,7 +46,8 @@ _SIZES: Config = {
     "sliding_window_size": 8, "attention_head_dim": _HEAD_DIM, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
-    "projector_hidden_size": 32,
+    "projector_hidden_size": 32, "global_head_dim": 2 * _HEAD_DIM, "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131,
 }  # fmt: skip
 _AT_MOST = {"num_experts_per_tok": 3, "experts_per_token": 3, "n_group": 4, "topk_group": 2}
 _VISION: Config = {

@@ -23,6 +23,15 @@ _EXPERTS: Config = {
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 128,
            "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 _GEMMA = {**SHAPES["gemma-3-4b"], **_FEW, "sliding_window_pattern": 2}
+_GEMMA4 = {
+    **_DENSE, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+    "head_dim": 256, "global_head_dim": 512, "sliding_window": 256, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 16_384,
+}  # fmt: skip
+_GEMMA4_EQUAL = {
+    **_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 _QWEN = {**SHAPES["qwen3.5-4b"], **_FEW, "full_attention_interval": 2}
 _AXES = {
     "text_config": {**_DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
@@ -45,6 +54,10 @@ CONFIGS: Mapping[str, Config] = {
     "GemmaForCausalLM": {**_DENSE, "head_dim": 128},
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}},
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": _GEMMA4_EQUAL},
+    "Gemma4UnifiedForCausalLM": _GEMMA4_EQUAL,
+    "Gemma4UnifiedForConditionalGeneration": {"text_config": _GEMMA4_EQUAL},
     "Glm4MoeForCausalLM": {**_EXPERTS, "head_dim": 128, "attention_bias": True,
                            "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "Glm4MoeLiteForCausalLM": {**_EXPERTS, **_LATENT, "num_key_value_heads": 8,

@@ -1,0 +1,1 @@
+"""Inputs that tokens bring to each layer by themselves."""
