@@ -15,8 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-CodeKind = Literal["e4m3", "int8", "int4", "e2m1"]
-KindName = Literal["fp8", "mxfp8", "int8", "int4", "nvfp4", "mxfp4"]
+CodeKind = Literal["e4m3", "int8", "int4", "e2m1", "uint4"]
+KindName = Literal[
+    "fp8", "mxfp8", "int8", "int4", "nvfp4", "mxfp4", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k"
+]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
 """Scales that are powers of two: a byte `b` stands for 2 ** (b - 127)."""
@@ -65,6 +67,8 @@ class Kind:
     whole     whether there is a factor on all scales, too
     rounded   rows and columns that share a scale where `quantize=` makes it; None: it does not
     groups    other numbers of columns that `graphengine quantize` offers
+    minimums  whether a number is subtracted from each group, beside its scale
+    block     columns that share factors on scales and minimums, which are integers then; 0: none
     """
 
     code: Code
@@ -73,6 +77,8 @@ class Kind:
     whole: bool = False
     rounded: tuple[int, int] | None = None
     groups: tuple[int, ...] = ()
+    minimums: bool = False
+    block: int = 0
 
 
 def _e2m1_values(codes: Tensor) -> Tensor:
@@ -111,6 +117,14 @@ _INT4 = Code(
     size=4.6,
     drawn_zeros=(6, 11),
 )
+_UINT4 = Code(
+    name="uint4",
+    bits=4,
+    type="int",
+    values=lambda codes: codes.float(),
+    stored=None,
+    size=8.8,
+)
 _FLOAT4 = Code(
     name="e2m1",
     bits=4,
@@ -135,5 +149,12 @@ KINDS: Mapping[KindName, Kind] = {
     "int4": Kind(code=_INT4, rounded=(1, 128), groups=(32, 64, 128)),
     "nvfp4": Kind(code=_FLOAT4, columns=16, scales=(torch.float8_e4m3fn,), whole=True),
     "mxfp4": Kind(code=_FLOAT4, columns=32, scales=POWERS),
+    # Formats of llama.cpp, by its names. Codes of 5 and 6 bits take 8 bits. Q2_K, and linears whose
+    # parts have several formats, are these with another number of columns.
+    "q4_1": Kind(code=_UINT4, columns=32, scales=FLOATS, minimums=True),
+    "q5_1": Kind(code=_INT8, columns=32, scales=FLOATS, minimums=True),
+    "q4_k": Kind(code=_UINT4, columns=32, scales=(torch.int8,), minimums=True, block=256),
+    "q5_k": Kind(code=_INT8, columns=32, scales=(torch.int8,), minimums=True, block=256),
+    "q6_k": Kind(code=_INT8, columns=16, scales=(torch.int8,), block=256),
 }
 CODES: Mapping[CodeKind, Code] = {kind.code.name: kind.code for kind in KINDS.values()}

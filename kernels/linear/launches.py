@@ -125,7 +125,7 @@ def _launch_packed(call: LinearCall, weight: PackedWeight, to: Targets) -> None:
     call = _aligned(call)
     plan, (M, K), (splits, *workspace) = call.cut, weight.shape, _split(call)
     L = 8 if call.lanes <= 8 else 16 if call.lanes <= 16 else 32
-    given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales)
+    given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales, weight.factors)
     launcher(packed_kernel, _grid(call, L, splits))(
         *_inputs(call, given, to),
         *(to.sampler, to.token_ids, to.pushed, *workspace, call.lanes),

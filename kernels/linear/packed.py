@@ -40,6 +40,8 @@ POWER_FACTOR = 0.5
 2 ** (b - 126), which is a normal number for every `b` up to 253.
 """
 BLOCK_HALFWORDS = 256
+# Fewest columns that share a scale.
+_LEAST_GROUP = 16
 # Rows of a weight that are laid out at a time: with one code a byte they take twice the memory.
 _ROWS_AT_ONCE = 4096
 # Rows that are selected at a time, each with the 15 others of its block.
@@ -51,10 +53,13 @@ class PackedWeight(NamedTuple):
 
     codes       int16 [B, C, 256], as the module says; rows and columns are padded with zeros or
                 with copies of others
-    scales      [B, G, 16] in the weight's own dtype, or None where a scale covers all columns
+    scales      [B, G, 16] in the weight's own dtype, or None where a scale covers all columns; with
+                minimums [B, G, 2, 16], which are the second 16
     zeros       uint8 [B, G, 16] or None, as in `QuantisedWeight`
     row_scales  float32 [16 * B], factors on whole rows; None: 1
     order       as in `QuantisedWeight`
+    factors     float16 [B, S, 16], with minimums [B, S, 2, 16], or None: factors on the scales, and
+                the minimums, of S blocks of columns
     """
 
     format: WeightFormat
@@ -65,11 +70,12 @@ class PackedWeight(NamedTuple):
     zeros: Tensor | None
     row_scales: Tensor | None
     order: Tensor | None
+    factors: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that are not None."""
-        tensors = (self.codes, self.scales, self.zeros, self.row_scales, self.order)
+        tensors = (self.codes, self.scales, self.zeros, self.row_scales, self.order, self.factors)
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
@@ -113,20 +119,30 @@ def empty_packed(
     kind, (M, K) = form.format, shape
     _check(kind, M, swiglu)
     blocks = -(-(M // 2) // (BLOCK_ROWS // 2)) if swiglu else -(-M // BLOCK_ROWS)
-    of_groups = (blocks, -(-K // (kind.columns or K)), BLOCK_ROWS)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def of_columns(columns: int, dtype: torch.dtype, *pair: int) -> Tensor:
+        return new(blocks, -(-K // (columns or K)), *pair, BLOCK_ROWS, dtype=dtype)
+
+    pair = (2,) if kind.has_minimums else ()
+    scales = factors = None
+    if form.scales is not None:
+        scales = of_columns(kind.columns, form.scales, *pair)
+    if kind.block:
+        factors = of_columns(kind.block, torch.float16, *pair)
 
     return PackedWeight(
         format=kind,
         shape=shape,
         swiglu=swiglu,
         codes=new(blocks, -(-K // block_columns(kind)), BLOCK_HALFWORDS, dtype=torch.int16),
-        scales=None if form.scales is None else new(*of_groups, dtype=form.scales),
-        zeros=new(*of_groups, dtype=torch.uint8) if kind.has_zeros else None,
+        scales=scales,
+        zeros=of_columns(kind.columns, torch.uint8) if kind.has_zeros else None,
         row_scales=new(BLOCK_ROWS * blocks, dtype=torch.float32) if form.row_scales else None,
         order=new(K, dtype=torch.int32) if form.ordered else None,
+        factors=factors,
     )
 
 
@@ -152,6 +168,7 @@ def rows_of(packed: PackedWeight, start: int, rows: int) -> PackedWeight:
         scales=None if packed.scales is None else packed.scales[blocks],
         zeros=None if packed.zeros is None else packed.zeros[blocks],
         row_scales=None if packed.row_scales is None else packed.row_scales[factors],
+        factors=None if packed.factors is None else packed.factors[blocks],
     )
 
 
@@ -165,6 +182,7 @@ def select_rows(packed: PackedWeight, rows: Tensor) -> PackedWeight:
     parts = [_some_rows(packed, part) for part in rows.split(_SELECTED_AT_ONCE)]
     whole = [part.whole for part in parts if part.whole is not None]
     zeros = [part.zeros for part in parts if part.zeros is not None]
+    factors = [part.factors for part in parts if part.factors is not None]
     bits = torch.cat([_as_bits(part.scales) for part in parts])
     return pack(
         parts[0]._replace(
@@ -172,6 +190,7 @@ def select_rows(packed: PackedWeight, rows: Tensor) -> PackedWeight:
             scales=bits.view(parts[0].scales.dtype),
             whole=torch.cat(whole) if whole else None,
             zeros=torch.cat(zeros) if zeros else None,
+            factors=torch.cat(factors) if factors else None,
         )
     )
 
@@ -186,6 +205,7 @@ def _some_rows(packed: PackedWeight, rows: Tensor) -> QuantisedWeight:
         scales=_at(packed.scales, blocks),
         zeros=_at(packed.zeros, blocks),
         row_scales=None if factors is None else factors.view(-1, BLOCK_ROWS)[blocks].flatten(),
+        factors=_at(packed.factors, blocks),
     )
     weight = unpack(of_blocks)
     at = torch.arange(count, device=rows.device) * BLOCK_ROWS + rows % BLOCK_ROWS
@@ -196,6 +216,7 @@ def _some_rows(packed: PackedWeight, rows: Tensor) -> QuantisedWeight:
         scales=scales,
         whole=_at(weight.whole, at),
         zeros=_at(weight.zeros, at),
+        factors=_at(weight.factors, at),
     )
 
 
@@ -241,6 +262,7 @@ def pack(weight: QuantisedWeight, *, swiglu: bool = False) -> PackedWeight:
         zeros=None if weight.zeros is None else _of_blocks(weight.zeros, kind, rows),
         row_scales=row_scales,
         order=weight.order,
+        factors=None if weight.factors is None else _of_blocks(weight.factors, kind, rows),
     )
 
 
@@ -265,8 +287,9 @@ def unpack(packed: PackedWeight) -> QuantisedWeight:
             whole = packed.row_scales[places, None]
             whole = whole / POWER_FACTOR if scales.dtype == torch.uint8 else whole
     zeros = None if packed.zeros is None else _of_rows(packed.zeros, places)
+    factors = None if packed.factors is None else _of_rows(packed.factors, places)
     kind = kind._replace(rows=1)
-    return QuantisedWeight(kind, codes, scales, whole, zeros, packed.order)
+    return QuantisedWeight(kind, codes, scales, whole, zeros, packed.order, factors)
 
 
 def packed_rows(M: int, swiglu: bool, device: torch.device | str = "cpu") -> Tensor:
@@ -280,12 +303,11 @@ def packed_rows(M: int, swiglu: bool, device: torch.device | str = "cpu") -> Ten
 
 
 def _check(kind: WeightFormat, M: int, swiglu: bool) -> None:
-    least = 16 if kind.bits == 4 else 32
     columns = kind.columns
-    if columns and (columns < least or columns & (columns - 1)):
+    if columns and (columns < _LEAST_GROUP or columns & (columns - 1)):
         raise ValueError(
             f"groups of {columns} columns of {kind.code}: the kernels have powers of two from "
-            f"{least} on"
+            f"{_LEAST_GROUP} on"
         )
     if swiglu and M % 2:
         raise ValueError(f"swiglu needs as many gate rows as up rows, not {M} rows in all")
@@ -344,15 +366,16 @@ def _layout(kind: WeightFormat) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _of_blocks(of_groups: Tensor, kind: WeightFormat, rows: Tensor) -> Tensor:
-    """Lay out values of groups, [M / R, G], by blocks: [B, G, 16]."""
+    """Lay out values of groups, [M / R, G, ...], by blocks: [B, G, ..., 16]."""
     chosen = torch.zeros_like(rows) if kind.rows == 0 else rows // kind.rows
-    bits = _as_bits(of_groups)[chosen].view(-1, BLOCK_ROWS, of_groups.shape[1])
-    return bits.transpose(1, 2).contiguous().view(of_groups.dtype)
+    bits = _as_bits(of_groups)[chosen]
+    bits = bits.view(-1, BLOCK_ROWS, *bits.shape[1:])
+    return bits.movedim(1, -1).contiguous().view(of_groups.dtype)
 
 
 def _of_rows(of_blocks: Tensor, places: Tensor) -> Tensor:
-    """[M, G]: the inverse of `_of_blocks`, for every row."""
-    bits = _as_bits(of_blocks).transpose(1, 2).flatten(0, 1)[places]
+    """[M, G, ...]: the inverse of `_of_blocks`, for every row."""
+    bits = _as_bits(of_blocks).movedim(-1, 1).flatten(0, 1)[places]
     return bits.contiguous().view(of_blocks.dtype)
 
 

@@ -41,6 +41,7 @@ class PackedArgs(NamedTuple):
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
     row_scales: torch.Tensor | None
+    factors: torch.Tensor | None = None
 
 
 class PackedSizes(NamedTuple):
@@ -84,6 +85,12 @@ class PackedSizes(NamedTuple):
     optional: Any
     """Whether a program may have no weight to read."""
     warps: Any
+    minimums: Any
+    """Whether groups have minimums beside their scales; None: they do not."""
+    factor: Any
+    """Columns that share a factor on scales; None: there are no factors."""
+    factor_piece: Any
+    """Columns for which a factor lies in shared memory."""
 
 
 class ProgramPart(NamedTuple):
@@ -124,19 +131,59 @@ def packed_plan(
     kind: WeightFormat, M: int, K: int, family: RowFamily, processors: int = USUAL_PROCESSORS
 ) -> LinearPlan:
     """A plan for a weight that no tuning table knows, on this many multiprocessors."""
-    warps, lanes = 4, 1 if family == "fma" else 32
     if family == "fma":
         block_m = BLOCK_ROWS
     else:
         block_m = 64 if least_programs(processors) <= -(-M // 64) else 32
+    plan = _plan_of_rows(kind, K, family, block_m)
+    while _beside(plan, kind, K) > _RING_BYTES[family] // 2 and plan.block_m > BLOCK_ROWS:
+        plan = _plan_of_rows(kind, K, family, plan.block_m // 2)
+    return plan
+
+
+def _plan_of_rows(kind: WeightFormat, K: int, family: RowFamily, block_m: int) -> LinearPlan:
+    warps, lanes = 4, 1 if family == "fma" else 32
     parts = warps * BLOCK_ROWS // block_m
     column_bytes = block_m * kind.bits // 8
     # With one lane a stream needs enough columns to hide the other costs of a tile.
     block_k = parts * (max(LEAST_STREAM, 2048 // column_bytes) if lanes == 1 else 128)
     while block_k > LEAST_STREAM * parts and block_k >= 2 * K:
         block_k //= 2
-    stages = max(2, min(8, _RING_BYTES[family] // (block_k * (column_bytes + 2 * lanes))))
-    return LinearPlan(family, block_m, block_k, stages=stages, warps=warps)
+    plan = LinearPlan(family, block_m, block_k, warps=warps)
+    room = _RING_BYTES[family] - _beside(plan, kind, K)
+    stages = room // (block_k * (column_bytes + 2 * lanes))
+    if stages < 2 and not kind.is_common:
+        # With one lane an inner product needs more columns, as above.
+        plan = plan._replace(block_k=min(block_k, LEAST_STREAM * parts * (2 if lanes == 1 else 1)))
+    return plan._replace(stages=max(2, min(8, stages)))
+
+
+def _beside(plan: LinearPlan, kind: WeightFormat, K: int) -> int:
+    """Bytes of a program's ring that scales take, where these are large: those with minimums or
+    factors.
+    """
+    return 0 if kind.is_common else group_bytes(plan, kind, K)
+
+
+def group_bytes(plan: LinearPlan, kind: WeightFormat, K: int, scale: int = 0) -> int:
+    """Bytes of shared memory that a program's scales take, with what is beside them.
+
+    scale  bytes of a scale that is no integer; 0: 2
+    """
+    if not kind.columns:
+        return 0
+    stream, parts = plan.block_k // streams(plan), streams(plan)
+    tiles = triton.cdiv(K, plan.block_k * plan.splits)
+
+    def values(columns: int) -> int:
+        # Sizes of Triton's tensors are powers of two.
+        uses: int = triton.next_power_of_2(tiles * (stream // min(columns, stream)))
+        return parts * uses * plan.block_m
+
+    scale = 1 if kind.block else scale or 2
+    of_groups = values(kind.columns) * (scale * (1 + kind.has_minimums) + kind.has_zeros)
+    factors = values(kind.block) * 2 * (1 + kind.has_minimums) if kind.block else 0
+    return of_groups + factors
 
 
 def new_cut(
@@ -168,7 +215,12 @@ def new_cut(
         group = kind.columns or max(block_columns(kind), triton.next_power_of_2(K))
     piece = min(group, stream) if group else stream
     tiles, x_lanes = triton.cdiv(K, plan.block_k * splits), 1 if alone else L
-    uses = parts * triton.next_power_of_2(tiles * (stream // piece))
+    beside = 0
+    if weight.scales is not None and kind.is_common:
+        uses = parts * triton.next_power_of_2(tiles * (stream // piece))
+        beside = uses * plan.block_m * (weight.scales.itemsize + (weight.zeros is not None))
+    elif weight.scales is not None:
+        beside = group_bytes(plan._replace(splits=splits), kind, K, weight.scales.itemsize)
     cut = PackedSizes(
         M=M,
         K=K,
@@ -189,24 +241,23 @@ def new_cut(
         streams=parts,
         stream=stream,
         tiles=tiles,
-        stages=_stages(weight, kind, plan, linear_gluon.stages(plan, splits, K), x_lanes, uses),
+        stages=_stages(weight, kind, plan, linear_gluon.stages(plan, splits, K), x_lanes, beside),
         even=K % (plan.block_k * splits) == 0,
         optional=optional,
         warps=plan.warps,
+        minimums=kind.has_minimums or None,
+        factor=kind.block or None,
+        factor_piece=min(kind.block, stream) or None,
     )
-    return PackedSizes(*(gl.constexpr(value) for value in cut))
+    return PackedSizes(*(None if value is None else gl.constexpr(value) for value in cut))
 
 
 def _stages(
-    weight: PackedArgs, kind: WeightFormat, plan: LinearPlan, wanted: int, lanes: int, uses: int
+    weight: PackedArgs, kind: WeightFormat, plan: LinearPlan, wanted: int, lanes: int, beside: int
 ) -> int:
     """Tiles, at most `wanted`, of codes and of `lanes` inputs that fit shared memory.
 
-    A program's scales and zeros lie there too: `uses` times those of all its rows.
+    Scales, with what belongs to them, take `beside` bytes of it.
     """
-    groups = 0
-    if weight.scales is not None:
-        of_row = weight.scales.itemsize + (weight.zeros is not None)
-        groups = uses * plan.block_m * of_row
     tile = plan.block_k * (plan.block_m * kind.bits // 8 + 2 * lanes)
-    return stages_that_fit(wanted, tile, groups, weight.codes, plan)
+    return stages_that_fit(wanted, tile, beside, weight.codes, plan)

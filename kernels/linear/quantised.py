@@ -1,10 +1,11 @@
 """Weights of 8 and 4 bits: codes, and the scales that turn them into numbers.
 
-A weight is `(code - zero) * scale`, in float32 and never rounded: what a code stands for is exact
-in float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to sums. So
-prefill and decode use the same weight.
+A weight is `(code - zero) * scale - minimum`, in float32 and never rounded: what a code stands for
+is exact in float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to
+sums, and minimums to sums of inputs. So prefill and decode use the same weight.
 
-Letters: M weight rows, K input features, R x C the rows and columns that share a scale.
+Letters: M weight rows, K input features, R x C the rows and columns that share a scale, S blocks of
+columns that share a factor on scales.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from graphengine.kernels.linear.kinds import CODES, KINDS, CodeKind, KindName
 
 _LABEL = re.compile(
     r"(?P<code>[a-z0-9]+)-(?P<rows>[0-9]{1,9})x(?P<columns>[0-9]{1,9})(?P<zeros>-zeros)?"
+    r"(?P<minimums>-minimums)?(-of(?P<block>[0-9]{1,9}))?"
 )
 
 
@@ -29,17 +31,25 @@ class WeightFormat(NamedTuple):
     rows       weight rows that share a scale; 0: all of them
     columns    weight columns that share a scale; 0: all of them
     has_zeros  whether each group has a zero point too: only with integers
+    has_minimums
+               whether each group has a number that is subtracted, too
+    block      columns of a row that share factors on scales and on minimums: a multiple of
+               `columns`; 0: there are none
     """
 
     code: CodeKind
     rows: int
     columns: int
     has_zeros: bool = False
+    has_minimums: bool = False
+    block: int = 0
 
     @property
     def label(self) -> str:
         """A short, unambiguous name: "int4-1x128" has a scale for 128 columns of a row; 0: all."""
-        return f"{self.code}-{self.rows}x{self.columns}" + ("-zeros" if self.has_zeros else "")
+        ends = ("-zeros" if self.has_zeros else "", "-minimums" if self.has_minimums else "")
+        of_block = f"-of{self.block}" if self.block else ""
+        return f"{self.code}-{self.rows}x{self.columns}" + "".join(ends) + of_block
 
     @classmethod
     def of_label(cls, label: str) -> WeightFormat:
@@ -48,13 +58,16 @@ class WeightFormat(NamedTuple):
         if found is None or found["code"] not in CODES:
             raise ValueError(
                 f"{label!r} is no format of weights: of {', '.join(CODES)}, then rows x "
-                f"columns that share a scale, as in int4-1x128 or int4-1x128-zeros"
+                f"columns that share a scale, as in int4-1x128, int4-1x128-zeros or "
+                f"uint4-1x32-minimums-of256"
             )
         return cls(
             cast(CodeKind, found["code"]),
             int(found["rows"]),
             int(found["columns"]),
             found["zeros"] is not None,
+            found["minimums"] is not None,
+            int(found["block"] or 0),
         )
 
     @property
@@ -66,13 +79,22 @@ class WeightFormat(NamedTuple):
         """Shape of the scales of a weight [M, K]."""
         return -(-M // (self.rows or M)), -(-K // (self.columns or K))
 
+    @property
+    def is_common(self) -> bool:
+        """Whether all kernels take it. Others are for decode's kernel of linears alone: minimums,
+        factors of blocks, and groups of fewer than 32 columns of 8 bits.
+        """
+        small = self.bits == 8 and 0 < self.columns < 32
+        return not self.has_minimums and not self.block and not small
+
 
 def format_of(
     kind: KindName, rows: int = 1, columns: int | None = None, has_zeros: bool = False
 ) -> WeightFormat:
     """The format of a kind of weights; columns None: those that the kind has."""
     row = KINDS[kind]
-    return WeightFormat(row.code.name, rows, row.columns if columns is None else columns, has_zeros)
+    columns = row.columns if columns is None else columns
+    return WeightFormat(row.code.name, rows, columns, has_zeros, row.minimums, row.block)
 
 
 class QuantisedWeight(NamedTuple):
@@ -80,11 +102,14 @@ class QuantisedWeight(NamedTuple):
 
     codes    uint8 [M, K], or [M, K // 2] of 4 bits: the lower half is the even column
     scales   [M / R, K / C]: float32, bfloat16, float16, `torch.float8_e4m3fn`, or uint8 for powers
-             of two (e8m0: 2**(byte - 127)); any finite numbers, 0 and negative ones too
+             of two (e8m0: 2**(byte - 127)); any finite numbers, 0 and negative ones too. In a
+             format of blocks int8. In one with minimums [M / R, K / C, 2]: these are the second
     whole    float32, a factor on all scales [], or on those of each row [M, 1] where no rows share
              any; None: 1
     zeros    uint8 [M / R, K / C], codes that stand for 0; None: the usual zero of `code`
     order    int32 [K]: column k of the codes is column `order[k]` of the weight; None: as it is
+    factors  float16 [M / R, S], factors on the scales of blocks, with those on minimums [M / R, S,
+             2]; None: 1
     """
 
     format: WeightFormat
@@ -93,6 +118,7 @@ class QuantisedWeight(NamedTuple):
     whole: Tensor | None = None
     zeros: Tensor | None = None
     order: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,7 +128,7 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.codes, self.scales, self.whole, self.zeros, self.order)
+        tensors = (self.codes, self.scales, self.whole, self.zeros, self.order, self.factors)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -122,13 +148,21 @@ def packed_halves(codes: Tensor) -> Tensor:
 
 
 def scale_values(weight: QuantisedWeight) -> Tensor:
-    """What the scales stand for, `whole` included: float32, in their shape."""
-    scales = weight.scales
+    """What the scales, and minimums beside them, stand for, all factors included: float32, in their
+    shape.
+    """
+    scales, kind = weight.scales, weight.format
     if scales.dtype == torch.uint8:
         values = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
     else:
         values = scales.float()
-    return values if weight.whole is None else values * weight.whole
+    if weight.factors is not None:
+        of_groups = weight.factors.float().repeat_interleave(kind.block // kind.columns, dim=1)
+        values = values * of_groups[:, : values.shape[1]]
+    whole = weight.whole
+    if whole is not None and whole.dim() and kind.has_minimums:
+        whole = whole[..., None]
+    return values if whole is None else values * whole
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
@@ -138,7 +172,12 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
     values = numbers(unpacked_codes(weight))
     if weight.zeros is not None:
         values = values - _spread(numbers(weight.zeros), kind, M, K)
-    values = values * _spread(scale_values(weight), kind, M, K)
+    scales = scale_values(weight)
+    if kind.has_minimums:
+        scales, minimums = scales.unbind(-1)
+        values = values * _spread(scales, kind, M, K) - _spread(minimums, kind, M, K)
+    else:
+        values = values * _spread(scales, kind, M, K)
     if weight.order is None:
         return values
     result = torch.empty_like(values)

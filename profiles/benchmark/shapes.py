@@ -40,6 +40,8 @@ from graphengine.profiles.shape_configs import DEMO, NAMES, SHAPES
 
 HEAD_TOKENS = 32000
 """Size of the draft vocabulary that most EAGLE3 heads are published with."""
+# Random scales where these are integers, with factors on them.
+_INTEGER_SCALE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,11 +149,14 @@ def fill_random(
 
 
 def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Draw random codes; all groups have one scale."""
+    """Draw random codes; all groups have one scale, and a minimum that is the codes' mean."""
     codes, code = weight.codes.view(torch.uint8), CODES[weight.format.code]
     codes.random_(0, 256, generator=generator)
     codes &= code.drawn
-    scale = WEIGHT_SCALE / code.size
+    drawn = code.values(torch.arange(1 << code.bits, dtype=torch.uint8) & code.drawn)
+    # What a minimum takes away leaves the spread of codes.
+    size = float(drawn.std()) if weight.format.has_minimums else code.size
+    scale = WEIGHT_SCALE / size
     if weight.row_scales is not None:
         weight.row_scales.fill_(scale if weight.scales is None else 1.0)
     if weight.scales is not None and weight.scales.dtype == torch.uint8:
@@ -160,7 +165,13 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
         weight.row_scales.fill_(POWER_FACTOR)
         weight.scales.fill_(127 + round(math.log2(scale)))
     elif weight.scales is not None:
-        weight.scales.copy_(torch.full_like(weight.scales, scale, dtype=torch.float32))
+        of_groups = weight.scales
+        if weight.factors is not None:
+            weight.scales.fill_(_INTEGER_SCALE)
+            scale, of_groups = scale / _INTEGER_SCALE, weight.factors
+        of_groups.copy_(torch.full_like(of_groups, scale, dtype=torch.float32))
+        if weight.format.has_minimums:
+            of_groups[:, :, 1] = scale * float(drawn.mean())
     if weight.zeros is not None:
         weight.zeros.random_(*code.drawn_zeros, generator=generator)
     if weight.order is not None:

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names and in the layouts of a Hugging Face checkpoint.
 
-Formats that are an integer times a scale for a group of columns become codes and scales, whose
-products are exactly their values. Other formats of fewer than 16 bits become float32, which loading
+Formats that are an integer times a scale for a group of columns, less a minimum of some, stay so:
+`gguf_blocks.py` has them. Other formats of fewer than 16 bits become float32, which loading
 casts to the model's dtype, or rounds.
 """
 
@@ -12,14 +12,22 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.quantised import packed_halves
+from graphengine.models.checkpoints.gguf_blocks import (
+    FORMS,
+    GroupForm,
+    codes_of,
+    dequantised,
+    factors_of,
+    joined_form,
+    scales_of,
+)
 from graphengine.models.checkpoints.gguf_config import (
     LAYER,
     MODULES,
@@ -39,11 +47,12 @@ from graphengine.options.checks import shown, some
 
 log = logging.getLogger(__name__)
 
-Role = Literal["values", "codes", "scales"]
+FACTORS = "weight_factor"
+"""Name of the factors on a linear's scales, below its own."""
+Role = Literal["values", "codes", "scales", "factors"]
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HALF_ONE = b"\x00\x3c"
 _LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.([\w.]+)\.(weight|bias)")
-# Linears that are computed as one, and so are packed only if all have one format.
+# Linears that are computed as one, and so are packed in one form.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 # Modules with matrices that are not packed; the last one has a row of taps for each channel.
 _CONV = "shortconv.conv"
@@ -51,56 +60,12 @@ _UNPACKED = ("token_embd", "ffn_gate_inp", _CONV)
 _MIB = 2**20
 
 
-class _Packed(NamedTuple):
-    """A format whose codes and scales are kept.
-
-    The package knows where other blocks have which bits. So codes are the values of blocks whose
-    scales are set to 1, and scales are the values of blocks whose codes are set to 1.
-
-    bits          of a code here: 8 in int8, or 4, two in a byte
-    columns       columns that share a scale
-    scales        dtype that holds the scales exactly
-    scales_of_one bytes that make all scales 1, by their place in a block; none: after its scale a
-                  block has a byte for each code, or the first half of its codes in lower halves of
-                  bytes, and the others in upper ones
-    codes_of_one  bytes that make all codes 1, likewise; none: a block begins with its scale
-    """
-
-    bits: Literal[8, 4]
-    columns: int
-    scales: torch.dtype
-    scales_of_one: Mapping[int, bytes] = MappingProxyType({})
-    codes_of_one: Mapping[int, bytes] = MappingProxyType({})
-
-    @property
-    def per_byte(self) -> int:
-        return 8 // self.bits
-
-
-# Scales of the last two are products with an integer of 6 bits a group, which is stored with 32
-# added: in IQ4_XS the upper bits of 8, then the lower halves; in Q3_K the lower halves of 16 of
-# them, then their upper bits.
-_PACKED: Mapping[str, _Packed] = {
-    "Q8_0": _Packed(8, 32, torch.float16),
-    "Q4_0": _Packed(4, 32, torch.float16),
-    "Q5_0": _Packed(8, 32, torch.float16, {0: _HALF_ONE}),
-    "IQ4_NL": _Packed(8, 32, torch.float16, {0: _HALF_ONE}),
-    "IQ4_XS": _Packed(
-        *(8, 32, torch.float32, {0: _HALF_ONE, 2: b"\xaa" * 2 + b"\x11" * 4}),
-        {8: b"\x88" * 128},
-    ),
-    "Q3_K": _Packed(
-        *(4, 16, torch.float32, {96: b"\x11" * 8 + b"\xaa" * 4, 108: _HALF_ONE}),
-        {0: b"\xff" * 32 + b"\x55" * 64},
-    ),
-}
-
-
 class _Part(NamedTuple):
     """How a tensor of the checkpoint follows from one in the file.
 
     stored    its name in the file
     role      its values, or what they are made of
+    form      form in which these are kept; None: values
     heads     heads whose rows alternate between two halves; 0: rows are as they are
     expert    its place in a stack of experts; None: it is not stacked
     plus_one  whether 1 is subtracted
@@ -109,6 +74,7 @@ class _Part(NamedTuple):
 
     stored: str
     role: Role = "values"
+    form: GroupForm | None = None
     heads: int = 0
     expert: int | None = None
     plus_one: bool = False
@@ -139,31 +105,40 @@ def read_gguf_model(path: Path) -> GgufModel:
     config = read_gguf_config(file, factors)
     parts = _parts(file, family_of(file), config)
     config["dtype"] = _dtype(file)
-    for name in _packed(file, parts):
-        whole = parts[f"{name}.weight"]
+    for name, form in _kept(file, parts).items():
+        whole = parts[f"{name}.weight"]._replace(form=form)
         parts[f"{name}.weight"] = whole._replace(role="codes")
         parts[f"{name}.weight_scale"] = whole._replace(role="scales")
+        if form.block:
+            parts[f"{name}.{FACTORS}"] = whole._replace(role="factors")
     tensors = {name: _info(file, part) for name, part in parts.items()}
     return GgufModel(file, config, tensors, parts)
 
 
 def log_widened(model: GgufModel) -> None:
-    """Log the formats that take more memory than in the file, and how much."""
-    widened: dict[str, list[str]] = {}
+    """Log the formats that take more memory than in the file, and how much: those that are widened,
+    and those that share a form with other formats.
+    """
+    widened: dict[tuple[str, str], list[str]] = {}
     for name, part in model.parts.items():
         kind = model.file.tensors[part.stored].kind
-        if part.role == "values" and kind not in _FLOATS:
-            widened.setdefault(kind, []).append(name)
-    for kind, names in sorted(widened.items()):
+        if part.form is not None and part.form != FORMS[kind]:
+            what = "are kept in one form with others that are computed with them"
+            widened.setdefault((what, kind), []).append(name)
+        elif part.form is None and kind not in _FLOATS:
+            widened.setdefault(("are widened to 16 bits or rounded again", kind), []).append(name)
+    for (what, kind), names in sorted(widened.items(), key=lambda each: each[0][::-1]):
         stored = {model.parts[name].stored for name in names}
         before = sum(model.file.tensors[name].nbytes for name in stored)
-        after = sum(model.tensors[name].nbytes // 2 for name in names)
+        after = sum(
+            model.tensors[name].nbytes // (1 if model.parts[name].form else 2) for name in names
+        )
         log.info(
-            "%s: %d tensors in %s are widened to 16 bits or rounded again: %.1f MiB become %.1f "
-            "(%s)",
+            "%s: %d tensors in %s %s: %.1f MiB become %.1f (%s)",
             model.file.path,
             len(stored),
             kind,
+            what,
             before / _MIB,
             after / _MIB,
             some(sorted(names), 2),
@@ -237,25 +212,32 @@ def _checked_heads(file: GgufFile, name: str, tensor: GgufTensor, heads: Any) ->
     return heads
 
 
-def _packed(file: GgufFile, parts: Mapping[str, _Part]) -> list[str]:
-    """Names of the linears whose codes are kept.
+def _kept(file: GgufFile, parts: Mapping[str, _Part]) -> dict[str, GroupForm]:
+    """The linears whose codes are kept, and in which form.
 
-    Embeddings and routers are not linears of this kind; what is computed as one has one format.
+    Embeddings and routers are not linears of this kind. Linears that are computed as one have one
+    form; experts have no minimums, nor factors of blocks.
     """
-    kinds = {
-        name.removesuffix(".weight"): file.tensors[part.stored].kind
+    found = {
+        name.removesuffix(".weight"): part
         for name, part in parts.items()
         if name.endswith(".weight") and len(file.tensors[part.stored].shape) > 1
         if not part.stored.removesuffix(".weight").endswith(_UNPACKED)
     }
 
-    def is_packed(name: str) -> bool:
+    def form(name: str) -> GroupForm | None:
         module, _, last = name.rpartition(".")
         together = next((names for names in _TOGETHER if last in names), (last,))
-        beside = {kinds.get(f"{module}.{each}".lstrip(".")) for each in together}
-        return len(beside) == 1 and kinds[name] in _PACKED
+        beside = [f"{module}.{each}".lstrip(".") for each in together]
+        kinds = [file.tensors[found[each].stored].kind for each in beside if each in found]
+        forms = [FORMS.get(kind) for kind in kinds]
+        known = [each for each in forms if each is not None]
+        joined = joined_form(known) if len(known) == len(forms) else None
+        is_kept = joined is not None and (joined.is_common or found[name].expert is None)
+        return joined if is_kept else None
 
-    return [name for name in kinds if is_packed(name)]
+    forms = {name: form(name) for name in found}
+    return {name: each for name, each in forms.items() if each is not None}
 
 
 def _dtype(file: GgufFile) -> str:
@@ -273,13 +255,14 @@ def _info(file: GgufFile, part: _Part) -> TensorInfo:
     if part.taps:
         shape = (shape[0], 1, shape[1])
     dtype = _FLOATS.get(tensor.kind, torch.float32)
-    if part.role == "codes":
-        packed = _PACKED[tensor.kind]
-        dtype = torch.int8 if packed.bits == 8 else torch.uint8
-        shape = (*shape[:-1], shape[-1] // packed.per_byte)
-    elif part.role == "scales":
-        packed = _PACKED[tensor.kind]
-        dtype, shape = packed.scales, (*shape[:-1], shape[-1] // packed.columns)
+    form = part.form
+    if form is not None and part.role == "codes":
+        dtype = torch.int8 if form.bits == 8 else torch.uint8
+        shape = (*shape[:-1], shape[-1] * form.bits // 8)
+    elif form is not None and part.role == "scales":
+        dtype, shape = form.scales, (*shape[:-1], shape[-1] // form.columns, *form.pair)
+    elif form is not None:
+        dtype, shape = torch.float16, (*shape[:-1], shape[-1] // form.block, *form.pair)
     return TensorInfo(shape=shape, dtype=dtype, file=file.path)
 
 
@@ -315,8 +298,8 @@ class GgufTensors:
         rows = rows.reshape(*tensor.shape[:-1], -1)
         if part.expert is not None:
             rows = rows[part.expert]
-        if part.role != "values":
-            return _codes_or_scales(self._file.path, rows, tensor, part.role)
+        if part.form is not None:
+            return _kept_tensor(self._file.path, rows, tensor, part.role, part.form)
         values = _values(self._file.path, rows, tensor)
         values = values[:, None] if part.taps else values
         return values - 1 if part.plus_one else values
@@ -332,37 +315,17 @@ def _values(path: Path, rows: Any, tensor: GgufTensor) -> Tensor:
     if tensor.kind in _FLOATS:
         flat = torch.from_numpy(np.ascontiguousarray(rows)).view(_FLOATS[tensor.kind])
         return flat.reshape(_shape(rows, tensor))
-    package = gguf_package(path)
-    values = package.dequantize(rows, package.GGMLQuantizationType[tensor.kind])
-    return torch.from_numpy(values)
+    return dequantised(path, rows, tensor.kind)
 
 
 def _shape(rows: Any, tensor: GgufTensor) -> Sequence[int]:
     return (*rows.shape[:-1], tensor.shape[-1])
 
 
-def _codes_or_scales(path: Path, rows: Any, tensor: GgufTensor, role: Role) -> Tensor:
-    """Codes [M, K], or two in a byte, or scales [M, K / columns], of rows of blocks."""
-    packed = _PACKED[tensor.kind]
+def _kept_tensor(path: Path, rows: Any, tensor: GgufTensor, role: Role, form: GroupForm) -> Tensor:
+    """Codes, scales or factors of rows of blocks."""
     blocks = rows.reshape(rows.shape[0], tensor.shape[-1] // tensor.block, -1)
-    ones = packed.scales_of_one if role == "codes" else packed.codes_of_one
-    if not ones and role == "scales":
-        return torch.from_numpy(blocks[..., :2].copy()).view(packed.scales).flatten(1)
-    if not ones:
-        return _stored_codes(torch.from_numpy(blocks[..., 2:].copy()), packed.bits)
-    blocks = blocks.copy()
-    for start, content in ones.items():
-        blocks[..., start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
-    values = _values(path, blocks.reshape(rows.shape), tensor)
-    if role == "scales":
-        return values[:, :: packed.columns].to(packed.scales)
-    if packed.bits == 8:
-        return values.to(torch.int8)
-    return packed_halves((values + 8).to(torch.uint8))
-
-
-def _stored_codes(stored: Tensor, bits: int) -> Tensor:
-    """The codes of blocks [M, K / 32, bytes] that hold them as they are."""
-    if bits == 8:
-        return stored.flatten(1).view(torch.int8)
-    return packed_halves(torch.cat((stored & 15, stored >> 4), dim=-1).flatten(1))
+    if role == "factors":
+        return factors_of(blocks, tensor.kind, form)
+    of = codes_of if role == "codes" else scales_of
+    return of(path, blocks, tensor.kind, form)

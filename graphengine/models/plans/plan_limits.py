@@ -6,7 +6,7 @@ import torch
 
 from graphengine.kernels.core.devices import H200
 from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
-from graphengine.kernels.linear.packed_cut import check_packed_plan, streams
+from graphengine.kernels.linear.packed_cut import check_packed_plan, group_bytes
 from graphengine.kernels.linear.plans import FMA_LANES, LinearKind, LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat
 
@@ -150,10 +150,5 @@ def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: i
     tiles = -(-K // (plan.block_k * plan.splits))
     held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else _LANES
     ring = plan.block_k * (plan.block_m * weight.bits // 8 + 2 * held)
-    groups = 0
-    if weight.columns:
-        piece = min(weight.columns, plan.block_k // streams(plan))
-        pieces = -(-K // (piece * plan.splits))
-        # Sizes of Triton's tensors are powers of two.
-        groups = (1 << (pieces - 1).bit_length()) * plan.block_m * (_SCALE_BYTES + weight.has_zeros)
+    groups = group_bytes(plan, weight, K, _SCALE_BYTES)
     return int(min(max(2, plan.stages), tiles) * ring + groups)

@@ -53,9 +53,11 @@ def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
             )
     kind = joined_format(first.format, [part.shape[0] for part in parts])
     whole, scales = _joined_scales(parts)
-    zeros = None
+    zeros = factors = None
     if first.format.has_zeros:
         zeros = _cat([part.zeros for part in parts if part.zeros is not None], parts, kind)
+    if first.format.block:
+        factors = _cat([part.factors for part in parts if part.factors is not None], parts, kind)
     return QuantisedWeight(
         format=kind,
         codes=torch.cat([part.codes for part in parts]),
@@ -63,6 +65,7 @@ def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
         whole=whole,
         zeros=zeros,
         order=first.order,
+        factors=factors,
     )
 
 
@@ -96,7 +99,7 @@ def _cat(values: list[Tensor], parts: Sequence[QuantisedWeight], kind: WeightFor
 
 
 def _each_row(value: Tensor, part: QuantisedWeight) -> Tensor:
-    """Repeat the values of groups of rows for each row: [M / R, K / C] to [M, K / C]."""
+    """Repeat the values of groups of rows for each row: [M / R, ...] to [M, ...]."""
     M = part.shape[0]
     bits = value.view(BITS[value.element_size()])
     return bits.repeat_interleave(part.format.rows or M, dim=0)[:M].view(value.dtype)
@@ -104,11 +107,12 @@ def _each_row(value: Tensor, part: QuantisedWeight) -> Tensor:
 
 def each_row(weight: QuantisedWeight) -> QuantisedWeight:
     """The weight with a scale, and a zero point, for each row."""
-    zeros = weight.zeros
+    zeros, factors = weight.zeros, weight.factors
     return weight._replace(
         format=weight.format._replace(rows=1),
         scales=_each_row(weight.scales, weight),
         zeros=None if zeros is None else _each_row(zeros, weight),
+        factors=None if factors is None else _each_row(factors, weight),
     )
 
 
@@ -150,4 +154,5 @@ def in_order(weight: QuantisedWeight, order: Tensor | None) -> QuantisedWeight:
         scales=weight.scales[blocks],
         whole=whole if whole is None or whole.ndim == 0 else whole[order],
         zeros=None if weight.zeros is None else weight.zeros[blocks],
+        factors=None if weight.factors is None else weight.factors[blocks],
     )

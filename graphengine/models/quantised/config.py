@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from graphengine.kernels.linear.kinds import KINDS, KindName
-from graphengine.kernels.linear.quantised import format_of
+from graphengine.kernels.linear.quantised import WeightFormat, format_of
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.gguf_file import is_gguf
+from graphengine.models.checkpoints.gguf_tensors import FACTORS
 from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.hf.config_schema import HfConfig, unsupported
 from graphengine.models.quantised.compressed_config import read_compressed
@@ -67,30 +68,46 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
 def gguf_quantisation(checkpoint: Checkpoint) -> Quantisation | None:
     """The linears of a GGUF file whose codes are kept; None: there are none.
 
-    Their codes are int8, or int4 with two in a byte, and as many columns share a scale as the
-    shapes of both say.
+    Their codes are in 8 bits, or in 4 with two in a byte. The shapes of these and of the scales say
+    how many columns share one, and whether there are minimums and factors.
     """
-    names: dict[tuple[KindName, int], set[str]] = {}
+    names: dict[tuple[KindName, WeightFormat], set[str]] = {}
     for name, info in checkpoint.tensors.items():
         linear = name.removesuffix(".weight")
         scales = checkpoint.tensors.get(f"{linear}.weight_scale")
         if scales is not None:
-            kind: KindName = "int8" if info.dtype == torch.int8 else "int4"
-            columns = info.shape[-1] * (8 // KINDS[kind].code.bits) // scales.shape[-1]
-            names.setdefault((kind, columns), set()).add(linear)
+            columns = info.shape[-1] * (1 if info.dtype == torch.int8 else 2)
+            minimums = len(scales.shape) > len(info.shape)
+            factors = checkpoint.tensors.get(f"{linear}.{FACTORS}")
+            block = 0 if factors is None else columns // factors.shape[len(info.shape) - 1]
+            kind = _gguf_kind(info.dtype == torch.int8, minimums, block)
+            format = format_of(kind, columns=columns // scales.shape[len(info.shape) - 1])
+            names.setdefault((kind, format), set()).add(linear)
     rules = [
         Rule(
             linears.__contains__,
             WeightScheme(
-                layout="codes" if kind == "int8" else "halves",
+                layout="codes" if format.bits == 8 else "halves",
                 kind=kind,
-                format=format_of(kind, columns=columns),
+                format=format,
                 signed=True,
+                factors=FACTORS if format.block else None,
             ),
         )
-        for (kind, columns), linears in names.items()
+        for (kind, format), linears in names.items()
     ]
     return Quantisation("gguf", tuple(rules)) if rules else None
+
+
+def _gguf_kind(is_bytes: bool, minimums: bool, block: int) -> KindName:
+    """A kind with such codes, whatever number of columns shares a scale."""
+    if not block and not minimums:
+        return "int8" if is_bytes else "int4"
+    if not block:
+        return "q5_1" if is_bytes else "q4_1"
+    if not minimums:
+        return "q6_k"
+    return "q5_k" if is_bytes else "q4_k"
 
 
 def read_quantisation(

@@ -32,7 +32,7 @@ def check_columns(kind: WeightFormat, cut: TensorSlice, *, ordered: bool) -> Non
             f"{cut.length} of {cut.whole} columns, which are in the order of their groups (g_idx), "
             f"are in no groups of their own"
         )
-    together = max(kind.columns, 8 // kind.bits)
+    together = max(kind.columns, kind.block, 8 // kind.bits)
     if not _is_between(together, cut):
         start, length = next(span for span in cut.spans if _parts(together, *span, cut.whole))
         raise ValueError(
@@ -54,27 +54,30 @@ def part_of(weight: QuantisedWeight, cut: TensorSlice, rows: int) -> QuantisedWe
     if cut.axis == _ROWS:
         return _some_rows(weight, cut)
     check_columns(kind, cut, ordered=weight.order is not None)
-    scales, zeros = weight.scales, weight.zeros
+    scales, zeros, factors = weight.scales, weight.zeros, weight.factors
     if kind.columns:
         scales = _chosen(scales, 1, kind.columns, cut)
         zeros = None if zeros is None else _chosen(zeros, 1, kind.columns, cut)
+        factors = None if factors is None else _chosen(factors, 1, kind.block, cut)
     per_byte = 8 // kind.bits
     codes = _chosen(weight.codes, 1, per_byte, cut)
-    return weight._replace(codes=codes, scales=scales, zeros=zeros)
+    return weight._replace(codes=codes, scales=scales, zeros=zeros, factors=factors)
 
 
 def _some_rows(weight: QuantisedWeight, cut: TensorSlice) -> QuantisedWeight:
     kind, whole = weight.format, weight.whole
     assert keeps_groups_of_rows(kind, cut), f"{cut=} of {kind}"
-    scales, zeros = weight.scales, weight.zeros
+    scales, zeros, factors = weight.scales, weight.zeros, weight.factors
     if kind.rows:
         scales = _chosen(scales, 0, kind.rows, cut)
         zeros = None if zeros is None else _chosen(zeros, 0, kind.rows, cut)
+        factors = None if factors is None else _chosen(factors, 0, kind.rows, cut)
     return weight._replace(
         codes=_chosen(weight.codes, 0, 1, cut),
         scales=scales,
         whole=whole if whole is None or not whole.ndim else _chosen(whole, 0, 1, cut),
         zeros=zeros,
+        factors=factors,
     )
 
 

@@ -63,6 +63,16 @@ def read_weight(
     order = _read_order(scheme, stored, shape[1])
     if order is not None:
         codes = _ordered(codes, order, scheme.format)
+    factors = None
+    if scheme.factors is not None:
+        blocks = scheme.format._replace(columns=scheme.format.block)
+        factors = stored.take_scales(
+            [scheme.factors],
+            group_shapes(blocks, shape),
+            (torch.float16,),
+            f"factors, {group_text(blocks, shape)}",
+            signed=True,
+        )
     stored.skip(scheme.unread)
     if scheme.rows_if_0 is not None and stored.stored([scheme.rows_if_0]):
         _skip_zeros(stored, scheme.rows_if_0, "codes for other layouts than rows")
@@ -73,6 +83,7 @@ def read_weight(
         whole=whole,
         zeros=None if zeros is None else zeros.contiguous(),
         order=order,
+        factors=factors,
     )
     return ReadWeight(weight, tuple(dict.fromkeys(stored.used)))
 

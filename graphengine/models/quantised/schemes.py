@@ -36,6 +36,7 @@ class WeightScheme(NamedTuple):
     zeros       name of zero points; if the format has none they may still be there, but must
                 change nothing
     zero_shift  what to add to a stored zero point
+    factors     name of the factors on scales of blocks, if the format has them
     order       name of the columns' group indices, if columns may be in another order
     needs_order whether these indices must be there
     unread      names of tensors that concern activations alone
@@ -54,6 +55,7 @@ class WeightScheme(NamedTuple):
     inverse: bool = False
     zeros: str | None = None
     zero_shift: int = 0
+    factors: str | None = None
     order: str | None = None
     needs_order: bool = False
     unread: tuple[str, ...] = ("input_scale", "input_zero_point", "output_scale")

@@ -147,8 +147,12 @@ class LinearTensors:
 
 
 def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Shapes for a value per group of a weight [M, K]: [M / R, K / C], and shorter equivalents."""
+    """Shapes for the scales of a weight [M, K]: [M / R, K / C], and shorter equivalents; two each
+    with minimums.
+    """
     rows, columns = kind.groups(*shape)
+    if kind.has_minimums:
+        return [(rows, columns, 2)]
     shapes: list[tuple[int, ...]] = [(rows, columns)]
     if columns == 1:
         shapes.append((rows,))
@@ -160,7 +164,8 @@ def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, 
 def group_text(kind: WeightFormat, shape: tuple[int, int]) -> str:
     """What the values of `group_shapes` are for, in messages."""
     rows, columns = (str(size) if size else "all" for size in (kind.rows, kind.columns))
-    return f"one for {rows} rows and {columns} columns of a weight {list(shape)}"
+    beside = " and a minimum" if kind.has_minimums else ""
+    return f"one{beside} for {rows} rows and {columns} columns of a weight {list(shape)}"
 
 
 def check_multiple(name: str, what: str, count: int, of: int) -> None:

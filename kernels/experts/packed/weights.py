@@ -79,8 +79,14 @@ def empty_experts(
 ) -> PackedExperts:
     """Uninitialised weights [E, M, K]; on the device "meta" they take no memory.
 
-    ValueError as in `linear.packed.pack`, and for reordered columns.
+    ValueError as in `linear.packed.pack`, for reordered columns, and for formats that not all
+    kernels take.
     """
+    if not form.format.is_common:
+        raise ValueError(
+            f"experts in {form.format.label}: their kernels take neither minimums, factors of "
+            f"blocks of columns, nor groups of fewer than 32 columns of 8 bits"
+        )
     if form.ordered:
         raise ValueError("the kernels of experts take columns in order, and these have another")
     experts, M, K = shape

@@ -51,11 +51,12 @@ def code_bits(code):
 def unpacking(code, bf16, zeros):
     """PTX that turns a word of codes into pairs of halves $0, $1, ..., exactly.
 
-    Integers become the last bits of a power of two, which is subtracted again (with zeros of 4 bits
-    it stays, see `without_zeros`). Floats keep their fields, moved to where a half has them. A
-    product with a power of two then corrects their exponents; before it a number may be subnormal.
+    Integers become the last bits of a power of two, which is subtracted again, with the 8 of those
+    that have signs (with zeros of 4 bits it stays, see `without_zeros`). Floats keep their fields,
+    moved to where a half has them. A product with a power of two then corrects their exponents;
+    before it a number may be subnormal.
     """
-    if code == "int4":
+    if code in ("int4", "uint4"):
         base = 0x43004300 if bf16 else 0x64006400
         lines = []
         for index in range(4):
@@ -64,7 +65,8 @@ def unpacking(code, bf16, zeros):
                 f"lop3.b32 word, word, 0x000f000f, {base:#x}, 0xea;",
                 f"mov.b32 ${index}, word;" if zeros else _difference(f"${index}", bf16),
             ]
-        lines.insert(0, f"mov.b32 other, {base + 0x00080008:#x};")
+        middle = 0x00080008 if code == "int4" else 0
+        lines.insert(0, f"mov.b32 other, {base + middle:#x};")
     elif code == "int8":
         lines = []
         for index in range(2):
@@ -180,8 +182,12 @@ def halves_of(words, x, cut):
         )
         # Row of 8, thread, upper or lower row, word of it, half, byte.
         all = gl.join(h0, h1).reshape([S, R, C, 8, 4, 2, 2, 2, 2])
-        all = all.permute((0, 1, 5, 3, 2, 8, 4, 6, 7)).reshape([S, R * 16, 32 * C])
-        pieces = (all,)  # type: ignore[assignment]
+        if cut.group == 16:
+            all = all.permute((0, 1, 5, 3, 2, 4, 8, 7, 6)).reshape([S, R * 16, 16, 2])
+            pieces = gl.split(all)
+        else:
+            all = all.permute((0, 1, 5, 3, 2, 8, 4, 6, 7)).reshape([S, R * 16, 32 * C])
+            pieces = (all,)  # type: ignore[assignment]
     return pieces
 
 

@@ -3,7 +3,8 @@
 A ring of tiles of codes lies in shared memory (`packed_gluon_ring.py`). The weight is the left
 operand of `mma.sync` (16 rows, 16 columns) and lanes are the right one, 8 at a time: few lanes cost
 few instructions. Codes become halves in registers, exactly; a group's scale multiplies the sums of
-its columns, a row's scale the whole sum.
+its columns, a row's scale the whole sum. A group's minimum multiplies the sum of its inputs, which
+a product with ones gives to each row.
 
 Warps divide a tile's rows, and where there are more warps than blocks of rows, its columns too: the
 columns of a tile are cut into streams, whose sums are added up in order at the end. So 4 warps of
@@ -103,7 +104,6 @@ def _multiply_tile(codes, inputs, scales, tile, y, cut):
     LOADED: gl.constexpr = max(cut.piece, cut.block_columns)
     WORDS: gl.constexpr = LOADED // cut.block_columns * _BLOCK
     PIECES: gl.constexpr = LOADED // cut.piece
-    of_groups, zeros = scales
     coded: gl.constexpr = code_layout(cut.streams, cut.warps)
     inputs = inputs.permute((0, 2, 1))
     for loaded in gl.static_range(cut.stream // LOADED):
@@ -113,9 +113,10 @@ def _multiply_tile(codes, inputs, scales, tile, y, cut):
             part_x = inputs.slice((loaded * PIECES + index) * cut.piece, cut.piece, 1)
             if cut.group > 0:
                 use = tile * (cut.stream // cut.piece) + loaded * PIECES + index
-                of_group = of_groups.index(use)
-                of_zeros = zeros.index(use) if cut.zeros else of_group
-                y = _multiply_group(pieces[index], part_x, y, of_group, of_zeros, cut)
+                of_factors = use
+                if cut.factor:
+                    of_factors = use // (cut.factor_piece // cut.piece)
+                y = _multiply_group(pieces[index], part_x, y, scales, use, of_factors, cut)
             else:
                 y = _multiply(pieces[index], part_x, y)
     return y
@@ -123,11 +124,18 @@ def _multiply_tile(codes, inputs, scales, tile, y, cut):
 
 @gluon.jit
 def _multiply(halves, inputs, y):
-    """y [streams, rows, L] + halves [streams, rows, columns] @ inputs [streams, columns, lanes]
+    """y [streams, rows, L] + halves [streams, rows, columns] @ inputs [streams, columns, lanes]"""
+    left: gl.constexpr = gl.DotOperandLayout(0, y.type.layout, 4)
+    x = _load_right(inputs, y)
+    return mma_v2(gl.convert_layout(halves, left, assert_trivial=True), x, y)
+
+
+@gluon.jit
+def _load_right(inputs, y):
+    """Load inputs [streams, columns, lanes] as the right operand of a product like y.
 
     A single lane is copied to every column of the product.
     """
-    left: gl.constexpr = gl.DotOperandLayout(0, y.type.layout, 4)
     right: gl.constexpr = gl.DotOperandLayout(1, y.type.layout, 4)
     x = inputs.load(right)
     if inputs.shape[1] > 16:
@@ -135,7 +143,7 @@ def _multiply(halves, inputs, y):
     if inputs.shape[2] < y.shape[2]:
         all: gl.constexpr = [inputs.shape[0], inputs.shape[1], y.shape[2]]
         x, _ = gl.broadcast(x, gl.zeros(all, x.dtype, right))
-    return mma_v2(gl.convert_layout(halves, left, assert_trivial=True), x, y)
+    return x
 
 
 @gluon.jit
@@ -154,15 +162,37 @@ def _in_pairs(x):
 
 
 @gluon.jit
-def _multiply_group(halves, inputs, y, scales, zeros, cut):
-    """`_multiply` for columns that share the scales and zeros [streams, rows]."""
+def _multiply_group(halves, inputs, y, scales, use, of_factors, cut):
+    """`_multiply` for columns of one group.
+
+    Its scales, as from `fill_ring`, are at `use`, the factors on them at `of_factors`.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, y.type.layout, 4)
+    of_groups, zeros, minimums, factors, more_factors = scales
     halves = gl.convert_layout(halves, left, assert_trivial=True)
     if cut.zeros:
-        halves = without_zeros(halves, zeros.load(gl.SliceLayout(2, left)), cut.code)
-    part = _multiply(halves, inputs, gl.zeros_like(y))
-    scale = scale_floats(scales.load(gl.SliceLayout(2, y.type.layout)))
-    return gl.fma(part, gl.broadcast(scale[:, :, None], part)[0], y)
+        of_zeros = zeros.index(use)
+        halves = without_zeros(halves, of_zeros.load(gl.SliceLayout(2, left)), cut.code)
+    x = _load_right(inputs, y)
+    part = mma_v2(halves, x, gl.zeros_like(y))
+    scale = _load_floats(of_groups, use, factors, of_factors, y, cut)
+    y = gl.fma(part, gl.broadcast(scale[:, :, None], part)[0], y)
+    if cut.minimums:
+        ones = gl.full(halves.shape, 1, halves.dtype, left)
+        sums = mma_v2(ones, x, gl.zeros_like(y))
+        minimum = _load_floats(minimums, use, more_factors, of_factors, y, cut)
+        y = gl.fma(sums, -gl.broadcast(minimum[:, :, None], sums)[0], y)
+    return y
+
+
+@gluon.jit
+def _load_floats(of_groups, use, factors, of_factors, y, cut):
+    """The values [streams, rows] of a group, times their factors: float32."""
+    rows: gl.constexpr = gl.SliceLayout(2, y.type.layout)
+    floats = scale_floats(of_groups.index(use).load(rows))
+    if cut.factor:
+        floats *= factors.index(of_factors).load(rows).to(gl.float32)
+    return floats
 
 
 @gluon.jit

@@ -1,9 +1,9 @@
 """How a packed weight and its inputs reach the Gluon kernels of decode: rings in shared memory.
 
 Before a launch waits for its inputs, it requests the codes of the first tiles with `cp.async`, and
-with the first tile the scales and zeros of all tiles. The inputs of these tiles come through
-registers: a copy issued after the codes would be complete only when all codes are. Later tiles are
-requested when room is free, the codes and inputs of a tile in one group.
+with the first tile the scales of all tiles, and what is beside them. The inputs of these tiles come
+through registers: a copy issued after the codes would be complete only when all codes are. Later
+tiles are requested when room is free, the codes and inputs of a tile in one group.
 
 A weight's codes lie in blocks of 16 rows by `block_columns`. Letters as in `packed_cut.py`.
 """
@@ -92,19 +92,19 @@ def place_codes(codes_ptr, part, cut):
 def fill_ring(codes, places, weight, part, cut):
     """Request the codes of the first tiles, and the scales and zeros of all tiles.
 
-    Returns scales and zeros, [pieces, streams, rows] each.
+    Returns scales, zeros and minimums, [pieces, streams, rows] each, and factors on the first and
+    the last for each piece of `factor_piece` columns; anything where the weight has none.
     """
-    # Placeholders where there are no scales.
-    scales, zeros = codes, codes
+    scales = (codes, codes, codes, codes, codes)
     for stage in gl.static_range(cut.stages):
         ask_codes(codes, places, stage, cut)
         if stage == 0 and cut.group > 0:
             # In the group of the first tile, which needs some of them.
-            scales, zeros = _ask_scales(weight, part, cut)
+            scales = _ask_scales(weight, part, cut)
         # The loop closes the last group, so that it closes one for each of its tiles.
         if stage < cut.stages - 1 or cut.stages == 1:
             async_copy.commit_group()
-    return scales, zeros
+    return scales
 
 
 @gluon.jit
@@ -126,31 +126,45 @@ def ask_codes(codes, places, step, cut):
 
 @gluon.jit
 def _ask_scales(weight, part, cut):
-    """Request the scales and zeros of all of a program's groups."""
-    GROUPS: gl.constexpr = (cut.K + cut.group - 1) // cut.group
-    SIZE: gl.constexpr = cut.row_blocks * GROUPS * 16
-    scales_ptr = weight.scales + part.weight * SIZE
-    zeros_ptr = scales_ptr
+    """Request what `fill_ring` returns, for all of a program's groups."""
+    PITCH: gl.constexpr = 32 if cut.minimums else 16
+    scales = _ask_groups(weight.scales, 0, part, cut, cut.group, cut.piece, PITCH)
+    zeros, minimums, factors, of_minimums = scales, scales, scales, scales
     if cut.zeros:
-        zeros_ptr = weight.zeros + part.weight * SIZE
-    groups = GROUPS
-    if cut.optional:
-        groups = gl.where(part.there, groups, 0)
-    scales = _ask_groups(scales_ptr, groups, part, cut)
-    zeros = scales
-    if cut.zeros:
-        zeros = _ask_groups(zeros_ptr, groups, part, cut)
-    return scales, zeros
+        zeros = _ask_groups(weight.zeros, 0, part, cut, cut.group, cut.piece, PITCH)
+    if cut.minimums:
+        minimums = _ask_groups(weight.scales, 16, part, cut, cut.group, cut.piece, PITCH)
+    if cut.factor:
+        PIECE: gl.constexpr = cut.factor_piece
+        factors = _ask_groups(weight.factors, 0, part, cut, cut.factor, PIECE, PITCH)
+        if cut.minimums:
+            of_minimums = _ask_groups(weight.factors, 16, part, cut, cut.factor, PIECE, PITCH)
+    return scales, zeros, minimums, factors, of_minimums
 
 
 @gluon.jit
-def _ask_groups(of_groups, groups, part, cut):
-    """Request the scales or zeros of all pieces of a program's columns, in the order of their use:
-    [pieces, streams, rows]. From group `groups` on they become 0.
+def _ask_groups(
+    of_groups,
+    first,
+    part,
+    cut,
+    COLUMNS: gl.constexpr,
+    PIECE: gl.constexpr,
+    PITCH: gl.constexpr,
+):
+    """Request a value for each row of all pieces of a program's columns, in the order of their use:
+    [pieces, streams, rows]. Where there is no group, or no weight to read, it becomes 0.
+
+    For every COLUMNS columns a block of rows has PITCH values, of which the 16 from `first` on are
+    taken.
     """
     dtype: gl.constexpr = of_groups.dtype.element_ty
-    GROUPS: gl.constexpr = (cut.K + cut.group - 1) // cut.group
-    PIECES: gl.constexpr = cut.stream // cut.piece
+    GROUPS: gl.constexpr = (cut.K + COLUMNS - 1) // COLUMNS
+    of_groups += part.weight * (cut.row_blocks * GROUPS * PITCH) + first
+    groups = GROUPS
+    if cut.optional:
+        groups = gl.where(part.there, groups, 0)
+    PIECES: gl.constexpr = cut.stream // PIECE
     USES: gl.constexpr = triton.next_power_of_2(cut.tiles * PIECES)
     layout: gl.constexpr = _group_layout(dtype.primitive_bitwidth // 8, cut.warps)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -160,12 +174,12 @@ def _ask_groups(of_groups, groups, part, cut):
     use = gl.arange(0, USES * cut.streams, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     step = use // cut.streams
     column = step // PIECES * cut.block_k + use % cut.streams * cut.stream
-    column += step % PIECES * cut.piece
-    group = (first_column + column) // cut.group
+    column += step % PIECES * PIECE
+    group = (first_column + column) // COLUMNS
     block = first_row + gl.arange(0, cut.R, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    block = gl.minimum(block, cut.row_blocks - 1).to(gl.int64) * (GROUPS * 16)
+    block = gl.minimum(block, cut.row_blocks - 1).to(gl.int64) * (GROUPS * PITCH)
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    ptrs = of_groups + block[None, :, None] + group[:, None, None] * 16 + row[None, None, :]
+    ptrs = of_groups + block[None, :, None] + group[:, None, None] * PITCH + row[None, None, :]
     load_async(ring, ptrs, (group < groups)[:, None, None])
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return reinterpret(ring, dtype, [USES, cut.streams, cut.R * 16], rows)

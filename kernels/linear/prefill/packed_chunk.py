@@ -92,8 +92,8 @@ def packed_chunk_product(
         delta: dense [N, M] in the dtype of `out`, added to the products.
 
     The kernels run on Hopper GPUs, and want x or `out` in float16 or bfloat16, K a multiple of 8,
-    and columns in order. With such an x other GPUs run the decode kernel; otherwise the reference
-    runs. ValueError for what does not fit.
+    columns in order, and a format that is common. With such an x other GPUs run the decode kernel,
+    as all do for other formats; otherwise the reference runs. ValueError for what does not fit.
     """
     if isinstance(x_NK, LaneCodes):
         check_lane_codes(x_NK, weight)
@@ -113,7 +113,7 @@ def packed_chunk_product(
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=dtype, like=out)
     gate: Activation | Literal[False] = swiglu and activation
     product = ChunkProduct(rows, weight, bias, out, gate, pdl, delta)
-    if use_wgmma(rows):
+    if use_wgmma(rows) and weight.format.is_common:
         _launch(product, x_NK, tile)
     elif rows is x_NK and decodes_chunk(rows, weight) and swiglu == weight.swiglu:
         decode_chunk(rows, weight, bias, out=out, swiglu=gate, delta=delta)
@@ -199,6 +199,7 @@ def _blocks_of(weight: PackedWeight, first: int, count: int) -> PackedWeight:
         scales=None if weight.scales is None else weight.scales[part],
         zeros=None if weight.zeros is None else weight.zeros[part],
         row_scales=None if weight.row_scales is None else weight.row_scales[rows],
+        factors=None if weight.factors is None else weight.factors[part],
     )
 
 

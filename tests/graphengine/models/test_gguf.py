@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,10 +164,12 @@ def engine_of(path: Path, device: str, **options: Any) -> Engine:
 @pytest.fixture(scope="session")
 def write(write_model: Callable[..., Any], tmp_path_factory: Any) -> Callable[..., Case]:
     """`write("Llama", "Q8_0")`: a GGUF file of random weights; each is written once."""
-    folder, made = tmp_path_factory.mktemp("gguf"), {}
+    # The kinds stay, for a function's text has its address.
+    folder, made, given = tmp_path_factory.mktemp("gguf"), {}, []
 
     def get(family: str, kind: Any, sizes: dict[str, Any] | None = None, **options: Any) -> Case:
         key = f"{family}-{kind}-{sizes or {}}-{sorted(options)}"
+        given.append(kind)
         if key not in made:
             place = folder / str(len(made))
             oracle = write_model(make(family, **(sizes or {})), place / "source", len(made))
@@ -270,6 +272,12 @@ def linears_of(file: Path) -> dict[str, StoredLinear]:
         ("IQ4_NL", "int8-1x32", torch.float16),
         ("IQ4_XS", "int8-1x32", torch.float32),
         ("Q3_K", "int4-1x16", torch.float32),
+        ("Q4_1", "uint4-1x32-minimums", torch.float16),
+        ("Q5_1", "int8-1x32-minimums", torch.float16),
+        ("Q2_K", "uint4-1x16-minimums-of256", torch.int8),
+        ("Q4_K", "uint4-1x32-minimums-of256", torch.int8),
+        ("Q5_K", "int8-1x32-minimums-of256", torch.int8),
+        ("Q6_K", "int8-1x16-of256", torch.int8),
     ],
 )
 def test_codes_are_kept_exactly(
@@ -299,10 +307,49 @@ def test_codes_are_kept_exactly(
     assert signs >= {"Q8_0": {0.0, 1.0}, "Q4_0": {-1.0, 0.0, 1.0}}.get(kind, {1.0})
 
 
-def test_linears_computed_as_one_are_packed_if_all_have_one_format(
+@pytest.mark.parametrize(
+    ("kinds", "labels"),
+    [
+        # Q4_K_M: the most common mixture.
+        (("Q4_K", "Q6_K", "Q4_K"), ("int8-1x16-minimums-of256", "uint4-1x32-minimums-of256")),
+        (("Q3_K", "Q5_K", "Q4_K"), ("int8-1x16-minimums", "int8-1x16-minimums")),
+        (("Q4_0", "Q4_1", "Q5_0"), ("int8-1x32-minimums", "int8-1x32")),
+        (("Q5_0", "Q8_0", "IQ4_NL"), ("int8-1x32", "int8-1x32")),
+        (("IQ4_XS", "Q5_1", "Q6_K"), ("int8-1x32-minimums", "int8-1x16")),
+        (("Q8_0", "Q6_K", "F16"), ("int8-1x16", None)),
+    ],
+)
+def test_linears_computed_as_one_are_kept_in_one_form(
+    write: Callable[..., Case], kinds: Sequence[str], labels: Sequence[str | None]
+) -> None:
+    """q and k have the first kind, as gate does; v has the second, and up the third."""
+    first, of_v, of_up = kinds
+
+    def kind(stored: str) -> str:
+        module = stored.removesuffix(".weight").rpartition(".")[2]
+        return {"attn_v": of_v, "ffn_up": of_up}.get(module, first)
+
+    case = write("Llama", kind, WIDE)
+    found, checkpoint = linears_of(case.file), Checkpoint.open(case.file)
+    quantisation = quantisation_of(checkpoint)
+    assert quantisation is not None
+    plain, tensors = Checkpoint.open(case.oracle.path).mapped(), checkpoint.mapped()
+    for last, label in zip(("self_attn.q_proj", "mlp.gate_proj"), labels, strict=True):
+        linear = found[f"model.layers.0.{last}"]
+        stored = linear.weight.format.label if isinstance(linear.weight, PackedWeight) else None
+        assert stored == label
+        for name, rows in linear.parts:
+            scheme = quantisation.scheme(name)
+            assert (scheme is None) == (label is None)
+            if scheme is not None:
+                weight = read_weight(scheme, tensors, name, (rows, linear.shape[1])).weight
+                assert torch.equal(dequantise(weight), plain[f"{name}.weight"]), name
+
+
+def test_what_is_widened_or_joined_is_logged(
     write: Callable[..., Case], device: str, eager: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mixed = {"attn_v": "Q5_1", "ffn_up": "Q8_0", "token_embd": "Q8_0", "output": "Q4_1"}
+    mixed = {"attn_v": "Q5_1", "ffn_up": "MXFP4", "token_embd": "Q8_0", "output": "Q4_1"}
 
     def kind(stored: str) -> str:
         return mixed.get(stored.removesuffix(".weight").rpartition(".")[2], "Q4_0")
@@ -313,17 +360,23 @@ def test_linears_computed_as_one_are_packed_if_all_have_one_format(
         for name, linear in linears_of(case.file).items()
         if isinstance(linear.weight, PackedWeight) and "layers.1" not in name
     }
-    assert packed == {"self_attn.o_proj", "mlp.down_proj"}
+    assert packed == {"self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "lm_head"}
     with caplog.at_level(logging.INFO, "graphengine"):
         assert_as_plain(case, device, eager)
-    told = [record.getMessage() for record in caplog.records if "widened" in record.msg]
-    assert [text.split(" are ")[0].split(": ")[1] for text in told[:4]] == [
-        "6 tensors in Q4_0",
-        "1 tensors in Q4_1",
-        "2 tensors in Q5_1",
-        "3 tensors in Q8_0",
-    ]
-    assert "widened to 16 bits or rounded again: 0.0 MiB become" in told[0]
+    told = [text for record in caplog.records if "tensors in" in (text := record.getMessage())]
+    joined = "are kept in one form with others that are computed with them: 0.0 MiB become"
+    widened = "are widened to 16 bits or rounded again: 0.0 MiB become"
+    for text, (count, what) in zip(
+        told[:4],
+        [
+            ("2 tensors in MXFP4", widened),
+            ("4 tensors in Q4_0", joined),
+            ("2 tensors in Q4_0", widened),
+            ("1 tensors in Q8_0", widened),
+        ],
+        strict=True,
+    ):
+        assert f": {count} {what}" in text
 
 
 def test_llama3_rope_is_found_from_its_factors(
@@ -348,7 +401,7 @@ def test_llama3_rope_is_found_from_its_factors(
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])
 def test_other_formats_may_be_rounded(write: Callable[..., Case], quantize: Any) -> None:
-    case, replies = write("Llama", "Q5_1"), []
+    case, replies = write("Llama", "MXFP4"), []
     for path in (case.file, case.oracle.path):
         with engine_of(path, "cpu", quantize=quantize) as engine:
             greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

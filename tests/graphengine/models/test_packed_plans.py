@@ -39,12 +39,16 @@ def test_a_plan_is_for_one_way_to_store_a_weight() -> None:
         (WeightFormat("int4", 1, 32), 64 * 64 * 4),
         (WeightFormat("int4", 1, 32, has_zeros=True), 64 * 64 * 5),
         (WeightFormat("int4", 1, 128), 16 * 64 * 4),
+        (WeightFormat("int4", 1, 128, has_minimums=True), 16 * 64 * 8),
+        # Integers, and a factor of 16 bits for every 256 columns.
+        (WeightFormat("int8", 1, 16, block=256), 128 * 64 + 8 * 64 * 2),
+        (WeightFormat("uint4", 1, 32, False, True, 256), 2 * (64 * 64 + 8 * 64 * 2)),
     ],
 )
 def test_shared_memory_of_a_packed_weight(weight: WeightFormat, groups: int) -> None:
-    """Three tiles of 256 columns, of 64 rows in 4 bits and 8 lanes in 16, and the scales."""
+    """Three tiles of 256 columns, of 64 rows in few bits and 8 lanes in 16, and the scales."""
     plan = LinearPlan("dot", 64, 256, splits=2, stages=3, warps=4)
-    ring = 3 * 256 * (64 // 2 + 8 * 2)
+    ring = 3 * 256 * (64 * weight.bits // 8 + 8 * 2)
     assert packed_shared_bytes(plan, 4096, weight, 8) == ring + groups
 
 

@@ -19,7 +19,12 @@ from graphengine.kernels.experts.plans import PACKED_BLOCK, chunk_tile, expert_p
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack, packed_form
-from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
+from graphengine.kernels.linear.quantised import (
+    QuantisedWeight,
+    WeightFormat,
+    format_of,
+    packed_halves,
+)
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
@@ -275,3 +280,7 @@ def test_what_does_not_fit_is_refused():
         fill_expert(experts, 1, pack(weight, swiglu=True))
     with pytest.raises(ValueError, match="columns in order, and these have another"):
         empty_experts(form._replace(ordered=True), (2, 32, 64), swiglu=True, device="cpu")
+    form = packed_form(format_of("q4_k"), torch.int8)
+    message = "experts in uint4-1x32-minimums-of256: their kernels take neither minimums, "
+    with pytest.raises(ValueError, match=message):
+        empty_experts(form, (2, 32, 256), swiglu=True, device="cpu")

@@ -150,7 +150,7 @@ def test_bytes_are_those_of_codes_and_scales():
     "code, columns, message",
     [
         ("int4", 8, "groups of 8 columns of int4: the kernels have powers of two from 16 on"),
-        ("int8", 16, "groups of 16 columns of int8: .* from 32 on"),
+        ("int8", 8, "groups of 8 columns of int8: .* from 16 on"),
         ("int4", 96, "groups of 96 columns of int4"),
     ],
 )

@@ -22,7 +22,12 @@ from graphengine.kernels.linear.call import MAX_LANES, LinearCall
 from graphengine.kernels.linear.epilogues import STORE, AddResidual, SampleTiles, Store, StoreSwiglu
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight, pack
-from graphengine.kernels.linear.packed_cut import check_packed_plan, packed_plan, streams
+from graphengine.kernels.linear.packed_cut import (
+    check_packed_plan,
+    group_bytes,
+    packed_plan,
+    streams,
+)
 from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference
@@ -163,6 +168,15 @@ def check(
         ("int4 in small groups", "store", 2, 20, 328, FMA, BF16, ()),
         ("mxfp4", "swiglu", 9, 72, 264, SPLIT, FP16, ()),
         ("nvfp4", "store", 1, 40, 328, FMA, BF16, ()),
+        # Minimums, and factors of blocks of columns, the last of which is shorter.
+        ("q4_1", "store", 1, 40, 328, FMA, FP16, ()),
+        ("q2_k", "store", 2, 20, 328, SPLIT, FP16, ()),
+        ("q4_k", "residual", 5, 70, 776, DOT, BF16, (2,)),
+        ("q5_k", "swiglu", 9, 72, 264, SPLIT, FP16, ()),
+        ("q6_k", "store", 1, 40, 648, FMA, BF16, ()),
+        ("int4 with minimums", "store", 1, 40, 328, FMA, BF16, ()),
+        ("int8 in groups of 16", "store", 2, 20, 328, SPLIT, BF16, ()),
+        ("int8 with minimums of 16", "swiglu", 20, 40, 520, DOT, FP16, (0, 7)),
     ],
 )
 def test_matches_reference(
@@ -338,6 +352,19 @@ def test_heuristic_plans_are_valid(family, bits, M, K):
     assert streams(plan) == (4 if family == "fma" else 4 * 16 // plan.block_m)
 
 
+@pytest.mark.parametrize("family, ring", [("fma", 48 * 1024), ("dot", 96 * 1024)])
+@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q5_k", "q6_k"])
+def test_scales_of_long_rows_leave_room_for_tiles(family, ring, name):
+    """With minimums and factors they are many: of two programs of an SM each has its own."""
+    kind = FORMATS[name][0]
+    for K in (4096, 14336):
+        plan = packed_plan(kind, 4096, K, family)
+        check_packed_plan(plan, kind)
+        lanes = 1 if family == "fma" else 32
+        tile = plan.block_k * (plan.block_m * kind.bits // 8 + 2 * lanes)
+        assert plan.stages * tile + group_bytes(plan, kind, K) <= ring
+
+
 # The code.
 
 
@@ -386,7 +413,9 @@ def test_codes_and_scales_are_asked_for_before_the_wait(name, plan, lanes, kind)
 
 
 @compiles
-@pytest.mark.parametrize("name, most", [("e4m3", 56), ("int8", 50), ("int4", 78)])
+@pytest.mark.parametrize(
+    "name, most", [("e4m3", 56), ("int8", 50), ("int4", 78), ("q4_k", 124), ("q6_k", 70)]
+)
 def test_codes_cost_few_instructions(name, most):
     """Instructions of a loop over tiles, for the 16 bytes that a thread loads at a time: memory
     takes about 104 issue slots for them (`packed_gluon.py`). In PTX, where constants are

@@ -27,6 +27,8 @@ def meaning(kind: CodeKind, code: int) -> float:
         return code - 256 if code >= 128 else code
     if kind == "int4":
         return code - 8
+    if kind == "uint4":
+        return code
     if kind == "e2m1":
         return E2M1_VALUES[code]
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
@@ -38,10 +40,12 @@ def meaning(kind: CodeKind, code: int) -> float:
 
 @st.composite
 def weights(draw: st.DrawFn) -> QuantisedWeight:
-    """Weights of any format, whose last groups are cut off at any place."""
+    """Weights of any format, whose last groups and blocks are cut off at any place."""
     code = draw(st.sampled_from([*CODES]))
     rows, columns = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([0, 2, 5]))
-    kind = WeightFormat(code, rows, columns, code.startswith("int") and draw(st.booleans()))
+    zeros, minimums = code.startswith("int") and draw(st.booleans()), draw(st.booleans())
+    block = draw(st.sampled_from([0, columns, 2 * columns]))
+    kind = WeightFormat(code, rows, columns, zeros, minimums, block)
     M, K = draw(st.integers(1, 7)), 2 * draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     most = 2**kind.bits
@@ -52,8 +56,14 @@ def weights(draw: st.DrawFn) -> QuantisedWeight:
     codes = random((M, K))
     if code == "e4m3":
         codes[codes & 127 == 127] = 0
-    scales = torch.rand(kind.groups(M, K), generator=generator) + 0.5
-    if draw(st.booleans()):
+    pair = (2,) if minimums else ()
+    scales = torch.rand((*kind.groups(M, K), *pair), generator=generator) + 0.5
+    factors = None
+    if block:
+        shape = (kind.groups(M, K)[0], -(-K // block), *pair)
+        scales = random(scales.shape).view(torch.int8)
+        factors = torch.randn(shape, generator=generator).half()
+    elif draw(st.booleans()):
         # Up to 239: 255 is no number.
         scales = scales.mul(160).to(torch.uint8)
     else:
@@ -66,17 +76,22 @@ def weights(draw: st.DrawFn) -> QuantisedWeight:
         whole=torch.tensor(0.3) if draw(st.booleans()) else None,
         zeros=random(kind.groups(M, K)) if kind.has_zeros else None,
         order=torch.randperm(K, generator=generator).int() if draw(st.booleans()) else None,
+        factors=factors,
     )
 
 
 @given(weight=weights())
-def test_a_weight_is_its_codes_less_zeros_times_scales(weight: QuantisedWeight) -> None:
+def test_a_weight_is_its_codes_less_zeros_times_scales_less_minimums(
+    weight: QuantisedWeight,
+) -> None:
     (M, K), kind = weight.shape, weight.format
     codes, wanted = unpacked_codes(weight).tolist(), torch.zeros(M, K)
+    scales = weight.scales.float()
     if weight.scales.dtype == torch.uint8:
-        scales = torch.tensor([[2.0 ** (e - 127) for e in row] for row in weight.scales.tolist()])
-    else:
-        scales = weight.scales.float()
+        scales = torch.tensor([2.0 ** (int(e) - 127) for e in scales.flatten()]).view_as(scales)
+    if weight.factors is not None:
+        for group in range(scales.shape[1]):
+            scales[:, group] *= weight.factors[:, group * kind.columns // kind.block].float()
     scales = scales if weight.whole is None else scales * weight.whole
     for row in range(M):
         for column in range(K):
@@ -86,7 +101,10 @@ def test_a_weight_is_its_codes_less_zeros_times_scales(weight: QuantisedWeight) 
                 zero = meaning(kind.code, int(weight.zeros[group]))
             place = column if weight.order is None else int(weight.order[column])
             value = torch.tensor(meaning(kind.code, codes[row][column]) - zero)
-            wanted[row, place] = value * scales[group]
+            if kind.has_minimums:
+                wanted[row, place] = value * scales[group][0] - scales[group][1]
+            else:
+                wanted[row, place] = value * scales[group]
     assert torch.equal(dequantise(weight), wanted)
     assert torch.equal(scale_values(weight), scales)
 

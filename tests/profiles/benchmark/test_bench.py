@@ -20,7 +20,7 @@ from graphengine.core.recorded_rows import record_rows
 from graphengine.kernels.attention.triton.decode_triton import decode_attention_kernel
 from graphengine.kernels.core.launching import KernelCompilation
 from graphengine.kernels.linear.packed import PackedForm, empty_packed, unpack
-from graphengine.kernels.linear.quantised import WeightFormat, dequantise
+from graphengine.kernels.linear.quantised import WeightFormat, dequantise, format_of
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.decoder import DecoderModel
 from graphengine.models.families.registry import read_model_config
@@ -461,6 +461,9 @@ def test_the_floor_counts_the_bytes_of_codes_and_scales(kind: Any, head: bool, t
         PackedForm(WeightFormat("int4", 1, 64, True), torch.float16, False),
         PackedForm(WeightFormat("e2m1", 1, 32), torch.uint8, True),
         PackedForm(WeightFormat("e2m1", 1, 16), torch.float8_e4m3fn, True),
+        PackedForm(format_of("q4_1"), torch.float16, False),
+        PackedForm(format_of("q4_k"), torch.int8, False),
+        PackedForm(format_of("q6_k"), torch.int8, False),
     ],
     ids=str,
 )

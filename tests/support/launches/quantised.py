@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, format_of
 
 FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "e4m3": (WeightFormat("e4m3", 1, 0), torch.float32),
@@ -19,8 +19,18 @@ FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "int4 in small groups": (WeightFormat("int4", 1, 32), torch.float32),
     "mxfp4": (WeightFormat("e2m1", 1, 32), torch.uint8),
     "nvfp4": (WeightFormat("e2m1", 1, 16), torch.float8_e4m3fn),
+    "q4_1": (format_of("q4_1"), torch.float16),
+    "q2_k": (format_of("q4_k", columns=16), torch.int8),
+    "q4_k": (format_of("q4_k"), torch.int8),
+    "q5_k": (format_of("q5_k"), torch.int8),
+    "q6_k": (format_of("q6_k"), torch.int8),
+    "int4 with minimums": (WeightFormat("int4", 1, 64, has_minimums=True), torch.bfloat16),
+    "int8 in groups of 16": (WeightFormat("int8", 1, 16), torch.float32),
+    "int8 with minimums of 16": (WeightFormat("int8", 1, 16, False, True, 256), torch.int8),
 }
 """By name: a format, and the dtype of its scales."""
+COMMON = [name for name, (kind, _) in sorted(FORMATS.items()) if kind.is_common]
+"""Formats that all kernels take."""
 SIGNED = ("int4 in small groups",)
 """Formats whose scales may be negative or 0, as in GGUF files."""
 
@@ -40,16 +50,22 @@ def random_quantised(name: str, M: int, K: int, *, seed: int = 0) -> QuantisedWe
         codes[codes & 127 == 127] = 3
     if kind.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    groups = kind.groups(M, K)
+    groups, factors = kind.groups(M, K), None
+    if kind.has_minimums:
+        groups = (*groups, 2)
     if dtype == torch.uint8:
         scales = integers(118, 125, *groups)
+    elif dtype == torch.int8:
+        scales = integers(0, 256, *groups).view(torch.int8)
+        blocks = (groups[0], -(-K // kind.block), *groups[2:])
+        factors = (torch.rand(blocks, generator=random) / 4096).half()
     else:
         scales = (torch.rand(groups, generator=random) / 16 + 2**-7).to(dtype)
     if name in SIGNED:
         scales = scales * (integers(0, 3, *groups).to(dtype) - 1)
     zeros = integers(0, 1 << kind.bits, *groups) if kind.has_zeros else None
     whole = torch.tensor(0.7) if name == "nvfp4" else None
-    return QuantisedWeight(kind, codes, scales, whole, zeros)
+    return QuantisedWeight(kind, codes, scales, whole, zeros, factors=factors)
 
 
 def to_device(weight: PackedWeight, device: str) -> PackedWeight:

@@ -18,11 +18,18 @@ from graphengine.models.quantised.concatenate import (
 )
 
 K = 192
+BLOCKS = WeightFormat("uint4", 1, 32, has_minimums=True, block=64)
 
 
 def random_weight(kind: WeightFormat, M: int, columns: int = K, **changes: Any) -> QuantisedWeight:
     generator = torch.Generator().manual_seed(M)
-    shape = kind.groups(M, columns)
+    shape, factors = kind.groups(M, columns), None
+    of_groups = (*shape, 2) if kind.has_minimums else shape
+    scales = torch.rand(of_groups, generator=generator) + 0.5
+    if kind.block:
+        scales = scales.mul(80).to(torch.int8)
+        blocks = (shape[0], columns // kind.block, *of_groups[2:])
+        factors = torch.rand(blocks, generator=generator).half()
 
     def codes(shape: tuple[int, int], most: int) -> Tensor:
         return torch.randint(0, most, shape, dtype=torch.uint8, generator=generator)
@@ -31,8 +38,9 @@ def random_weight(kind: WeightFormat, M: int, columns: int = K, **changes: Any) 
         format=kind,
         # The highest codes of e4m3 are NaN.
         codes=codes((M, columns * kind.bits // 8), 127 if kind.code == "e4m3" else 256),
-        scales=torch.rand(shape, generator=generator) + 0.5,
+        scales=scales,
         zeros=codes(shape, 2**kind.bits) if kind.has_zeros else None,
+        factors=factors,
     )
     return weight._replace(**changes)
 
@@ -49,6 +57,8 @@ def random_weight(kind: WeightFormat, M: int, columns: int = K, **changes: Any) 
         (WeightFormat("int4", 1, 64), (5, 3), WeightFormat("int4", 1, 64)),
         (WeightFormat("int4", 1, 128, True), (5, 3), WeightFormat("int4", 1, 128, True)),
         (WeightFormat("e2m1", 1, 32), (5, 3), WeightFormat("e2m1", 1, 32)),
+        (BLOCKS, (5, 3), BLOCKS),
+        (BLOCKS._replace(rows=4), (5, 3), BLOCKS),
     ],
 )
 def test_parts_keep_their_meaning(
@@ -58,7 +68,7 @@ def test_parts_keep_their_meaning(
     weight = concatenate(parts)
     assert weight.format == joined == joined_format(kind, rows)
     assert weight.shape == (sum(rows), K)
-    assert weight.scales.shape == joined.groups(sum(rows), K)
+    assert weight.scales.shape[:2] == joined.groups(sum(rows), K)
     assert torch.equal(dequantise(weight), torch.cat([dequantise(part) for part in parts]))
 
 
@@ -132,6 +142,8 @@ def test_parts_that_do_not_fit(second: QuantisedWeight, message: str) -> None:
         WeightFormat("e4m3", 128, 128),
         WeightFormat("int4", 1, 64, True),
         WeightFormat("e2m1", 1, 32),
+        BLOCKS,
+        BLOCKS._replace(rows=128),
     ],
 )
 def test_rows_in_another_order_keep_their_meaning(kind: WeightFormat) -> None:

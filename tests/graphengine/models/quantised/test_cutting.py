@@ -19,20 +19,28 @@ FORMATS = [
     WeightFormat("int4", 1, 64, True),
     WeightFormat("int4", 1, 0),
     WeightFormat("e2m1", 1, 32),
+    WeightFormat("uint4", 1, 64, has_minimums=True),
+    WeightFormat("int8", 1, 16, has_minimums=True, block=128),
 ]
 M, K = 384, 256
 
 
 def random_weight(kind: WeightFormat) -> QuantisedWeight:
     generator = torch.Generator().manual_seed(1)
-    groups = kind.groups(M, K)
+    groups, factors = kind.groups(M, K), None
+    of_groups = (*groups, 2) if kind.has_minimums else groups
+    scales = torch.rand(of_groups, generator=generator) + 0.5
+    if kind.block:
+        scales = scales.mul(80).to(torch.int8)
+        factors = torch.rand(M, K // kind.block, *of_groups[2:], generator=generator).half()
     most = 127 if kind.code == "e4m3" else 256
     return QuantisedWeight(
         format=kind,
         codes=torch.randint(0, most, (M, K * kind.bits // 8), generator=generator).byte(),
-        scales=torch.rand(groups, generator=generator) + 0.5,
+        scales=scales,
         whole=torch.rand(M, 1, generator=generator) if kind.rows == 1 else torch.tensor(0.5),
         zeros=torch.randint(0, 16, groups, generator=generator).byte() if kind.has_zeros else None,
+        factors=factors,
     )
 
 
@@ -53,7 +61,7 @@ def test_a_part_means_what_the_whole_does(kind: WeightFormat, cut: TensorSlice) 
     check_columns(kind, cut, ordered=False)
     part = part_of(weight, cut, rows)
     assert part.format == kind._replace(rows=rows)
-    assert part.scales.shape == part.format.groups(*part.shape)
+    assert part.scales.shape[:2] == part.format.groups(*part.shape)
     assert torch.equal(dequantise(part), cut.part(dequantise(weight)))
     each = part_of(weight, cut, 1)
     assert each.format.rows == 1 and torch.equal(dequantise(each), dequantise(part))
@@ -65,6 +73,7 @@ def test_a_part_means_what_the_whole_does(kind: WeightFormat, cut: TensorSlice) 
         (FORMATS[2], (64, 128), "columns 64 to 192 of 256 part some of the 128 that share a"),
         (FORMATS[3], (0, 40), "columns 0 to 40 of 256 part some of the 32 that share a scale or"),
         (FORMATS[5], (0, 3), "columns 0 to 3 of 256 part some of the 2 that share a scale or a"),
+        (FORMATS[8], (0, 32), "columns 0 to 32 of 256 part some of the 128 that share a scale"),
     ],
 )
 def test_columns_that_part_groups(kind: WeightFormat, span: tuple[int, int], message: str) -> None:
