@@ -12,14 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels.attention.decode import (
-    decode_attention,
-    decode_attention_workspace_bytes,
-)
+from graphengine.kernels.attention.decode import decode_attention, decode_attention_workspace_bytes
 from graphengine.kernels.attention.head_gate import gate_heads
-from graphengine.kernels.attention.prefill import (
-    prefill_attention_workspace_bytes,
-)
+from graphengine.kernels.attention.prefill import prefill_attention_workspace_bytes
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.epilogues import STORE, Store
@@ -380,9 +375,7 @@ class AttentionWeights:
         launch: DecodeLaunch,
         lent: Lent | None = None,
     ) -> Tensor:
-        """Run the part of `decode` between the two products: `[N, Q*D]` of `qkv`, which it may
-        change.
-        """
+        """Run `decode` between its two products: `[N, Q*D]`, of `qkv`, which it may change."""
         block = self.block
         self._norm_rows(qkv, row.slot, pdl=launch.pdl)
         keys = self if lent is None else lent.weights
@@ -547,7 +540,6 @@ class AttentionWeights:
             scratch.launch,
             out=q.view(-1, block.num_heads, block.head_dim),
         )
-        attended = scratch.take(block.q_size, after=block.attended_after)
         keys = self if lent is None else lent.weights
         attended = attention(
             heads,
@@ -558,7 +550,7 @@ class AttentionWeights:
             window=block.window,
             sinks=self.sinks,
             softcap=block.softcap,
-            out=attended,
+            out=scratch.take(block.q_size, after=block.attended_after),
         )
         self._gate(attended, qkv, lanes.slot, pdl=scratch.launch.pdl)
         return attended
