@@ -23,6 +23,42 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 _HALF = math.sqrt(0.5)
+_BLOCK_H = 1024
+
+
+def rounded(
+    x_NH: torch.Tensor, slot_N: torch.Tensor, dtype: torch.dtype, *, pdl: bool = False
+) -> torch.Tensor:
+    """New `[N, H]` in `dtype`: the live lanes of `x_NH`; padded ones are neither read nor written.
+
+    x_NH    float32, dense rows
+    slot_N  int32, -1: a padded lane
+    """
+    check_rows(x_NH=x_NH)
+    lanes, H = x_NH.shape
+    check_lanes(lanes, slot_N=slot_N)
+    out = x_NH.new_empty(lanes, H, dtype=dtype)
+    if not use_triton(x_NH):
+        live = live_lanes(slot_N)
+        out[live] = x_NH[live].to(dtype)
+        return out
+    launcher(_rounded_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
+        x_NH, slot_N, out, x_NH.stride(0), H=H, BLOCK_H=_BLOCK_H, **launch_options(pdl)
+    )
+    return out
+
+
+@triton.jit
+def _rounded_kernel(
+    x_ptr, slot_ptr, out_ptr, x_stride, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
+    """One program a lane and BLOCK_H values."""
+    lane = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    wait_for_inputs(PDL)
+    if tl.load(slot_ptr + lane) >= 0:
+        x = tl.load(x_ptr + lane * x_stride + h, mask=h < H, other=0.0)
+        tl.store(out_ptr + lane * H + h, x.to(out_ptr.dtype.element_ty), mask=h < H)
 
 
 def layer_inputs(

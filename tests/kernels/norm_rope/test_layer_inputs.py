@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.norm_rope.layer_inputs import layer_inputs
+from graphengine.kernels.norm_rope.layer_inputs import layer_inputs, rounded
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
-    record_launch,
+    launches_handed_to,
 )
 
 EPS = 1e-3
@@ -64,6 +64,17 @@ def test_inputs_are_the_definition(device, dtypes, lanes, layers, size, ranks, d
         torch.testing.assert_close(got[live, :, own:].double().cpu(), part, **tolerance)
 
 
+@pytest.mark.parametrize("width", [5, 1025])
+def test_live_lanes_are_rounded(device, width):
+    x = torch.randn(4, width + 3, generator=torch.Generator().manual_seed(width))
+    slot = torch.tensor([2, -1, 0, -1], dtype=torch.int32)
+    x[slot < 0] = torch.nan
+    got = rounded(x[:, :width].to(device), slot.to(device), torch.float16).cpu()
+    assert torch.equal(got[[0, 2]], x[[0, 2], :width].half())
+    with pytest.raises(ValueError, match=r"slot_N must be a dense \[4\]"):
+        rounded(x, slot[:3], torch.float16)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -91,12 +102,19 @@ def launch():
 
     lanes = [new(4, dtype=torch.int32) for _ in range(2)]
     options = {"product_scale": 0.1, "table_scale": 16.0, "eps": EPS, "pad": 0, "pdl": True}
+    rounded(new(4, 1536, dtype=torch.float32), lanes[0], torch.bfloat16, pdl=True)
     layer_inputs(new(4, 35 * 256), new(1000, 35 * 256), new(256), *lanes, **options)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 def test_nothing_but_the_norm_is_loaded_before_the_wait():
-    ptx, names = compile_launch(record_launch(MODULE, launch))
-    assert_waits_before_it_shows(ptx)
-    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
-    assert early == {"norm_ptr"}
+    early: list[set[str]] = []
+
+    def take(op):
+        ptx, names = compile_launch(op)
+        assert_waits_before_it_shows(ptx)
+        early.append({load.argument for load in global_loads(ptx, names) if not load.after_wait})
+
+    with launches_handed_to(take, MODULE):
+        launch()
+    assert early == [set(), {"norm_ptr"}]

@@ -23,7 +23,7 @@ from graphengine.kernels.linear.epilogues import STORE, Store
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import Activation, swiglu
-from graphengine.kernels.norm_rope.layer_inputs import layer_inputs
+from graphengine.kernels.norm_rope.layer_inputs import layer_inputs, rounded
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
@@ -112,7 +112,8 @@ class LayerInputsWeights:
         own  S
         """
         config, share = self.config, launch.share
-        x = x.to(self.table.dtype)
+        if x.dtype != self.table.dtype:
+            x = rounded(x, slot, self.table.dtype, pdl=launch.pdl)
         if isinstance(launch, DecodeLaunch):
             product = linear(launch.call(LINEAR, x, self.projection, slot), STORE)
         else:
