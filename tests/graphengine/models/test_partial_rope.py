@@ -44,7 +44,7 @@ def phi(part: float) -> transformers.PreTrainedModel:
 
 def glm(part: float) -> transformers.PreTrainedModel:
     """With biases, and norms of queries and keys."""
-    sizes = {"moe_intermediate_size": 36, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"moe_intermediate_size": 40, "n_routed_experts": 4, "num_experts_per_tok": 2}
     switches = {"attention_bias": True, "use_qk_norm": True, "head_dim": 40}
     config = transformers.Glm4MoeConfig(**SIZES, **sizes, **switches, partial_rotary_factor=part)
     return transformers.Glm4MoeForCausalLM._from_config(config, experts_implementation="eager")

@@ -60,7 +60,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64
         ({"rope_parameters": ROPE | {"rope_type": "ntk"}}, "ntk.*linear.*yarn.*dynamic"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0: .* 1 or more"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
-        ({"head_dim": 73}, "head_dim=73.*even.*256"),
+        ({"head_dim": 73}, "head_dim=73.*even.*512"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 .*num_key_value_heads=3"),

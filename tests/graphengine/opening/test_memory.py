@@ -345,7 +345,7 @@ def test_pinned_memory_counts_as_torch_takes_it() -> None:
     ]  # fmt: skip
     assert host_bytes(4097, pinned=False) == 4097
     # Two areas of 3 and 1 bytes a block; of 64 bytes 16 blocks take all, and 17 take 96.
-    block = BlockBytes(layer=3, rings=0, own=3, drafter=1)
+    block = BlockBytes(layers=(3,), rings=0, own=3, drafter=1)
     chosen = [_fitting_swap(40, block, most, pinned=True) for most in (-1, 3, 4, 80, 95, 96)]
     assert chosen == [0, 0, 0, 16, 16, 21]
     assert _fitting_swap(40, block, 10**9, pinned=True) == 40

@@ -38,7 +38,7 @@ def test_they_are_those_of_transformers(
 ) -> None:
     """One chunk, a full one and several; the rest of the caller's rows stays as it was."""
     oracle = checkpoints[name]
-    with open_engine(oracle.path, device=device, **OPEN) as engine:
+    with open_engine(oracle.path, device=device, dtype="float32", **OPEN) as engine:
         for prompt in oracle.prompts((1, 2, 4, 17, 45)):
             rows = memory(engine, len(prompt), beside=3)
             request = engine.submit(prompt, SCORING, prompt_logprobs_out=rows)

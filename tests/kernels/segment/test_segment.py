@@ -254,7 +254,9 @@ def test_segments_on_a_gpu(stages: Sequence[Stage]) -> None:
 def test_a_missing_arrival_ends_as_an_error() -> None:
     operands = Operands(SMALL, 1, "cuda")
     plan = plan_segment(SMALL, 1, "cuda")
-    plan.table[1, 0, 1] -= 1
+    # Not every program has units of so small a weight.
+    program = int(plan.table[1, :, 1].argmax())
+    plan.table[1, program, 1] -= 1
     memory = SegmentMemory(plan.cut.words, "cuda")
     segment(
         operands.x,

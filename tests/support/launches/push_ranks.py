@@ -11,6 +11,7 @@ import torch
 
 from graphengine.kernels.comm.add_parts_norm import add_parts_rms_norm, split_lanes
 from graphengine.kernels.comm.all_reduce import all_reduce
+from graphengine.kernels.comm.layout import PeerTensors
 from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
 from graphengine.kernels.comm.push_candidates import push_candidates
 from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes, push_lanes_reference
@@ -62,11 +63,12 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
     # With room for the lanes' experts and sums beside them.
     units = push_units(64, HIDDEN, torch.float32) + 16
     memory = PeerMemory(rendezvous, device, units, summed_words=64 * _WIDER * HIDDEN)
-    assert memory.peers is not None, memory.problem
-    memory.peers.tensors.watch[1] = 60 * 10**9
+    tensors = memory.tensors
+    assert tensors is not None, memory.problem
+    tensors.peers.tensors.watch[1] = 60 * 10**9
     for (lanes, dtype), count in replays.items():
-        _replay(memory, share, lanes, dtype, count)
-    assert memory.split is not None
+        _replay(tensors, share, lanes, dtype, count)
+    assert tensors.split is not None
     # The last one's rows are read twice.
     for hidden, dtype in ((1536, torch.bfloat16), (8192, torch.float16), (12288, torch.float32)):
         chunk = SplitChunk(
@@ -79,8 +81,8 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
             device=device,
         )
         for _ in range(3):
-            chunk.assert_is_whole(memory.peers, memory.split)
-    assert not memory.peers.tensors.watch[0]
+            chunk.assert_is_whole(tensors.peers, tensors.split)
+    assert not tensors.peers.tensors.watch[0]
     memory.leave()
     # The others may still have this memory.
     rendezvous.exchange("left", b"yes")
@@ -93,12 +95,11 @@ class _Step:
     wrong  int64 [13]: values that differ, of all steps
     """
 
-    def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
-        assert memory.peers is not None and memory.summing is not None
-        assert memory.split is not None
-        self.summing, self.split = memory.summing, memory.split
+    def __init__(self, tensors: PeerTensors, share: Share, lanes: int, dtype: torch.dtype) -> None:
+        assert tensors.summing is not None and tensors.split is not None
+        self.summing, self.split = tensors.summing, tensors.split
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.peers, self.rank = memory.peers, share.rank
+        self.peers, self.rank = tensors.peers, share.rank
         generator = torch.Generator().manual_seed(lanes)
         base = torch.randn(share.ranks, lanes, HIDDEN, generator=generator)
         self.base = base.to(self.device)
@@ -217,8 +218,8 @@ class _Step:
             self.wrong[6] += (one != other).sum()
 
 
-def _replay(memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype, count: int) -> None:
-    step, dice = _Step(memory, share, lanes, dtype), random.Random(share.rank)
+def _replay(tensors: PeerTensors, share: Share, lanes: int, dtype: torch.dtype, count: int) -> None:
+    step, dice = _Step(tensors, share, lanes, dtype), random.Random(share.rank)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
