@@ -113,12 +113,13 @@ class Logprobs:
         if found is None or chunk is None or chunk.request.params.prompt_logprobs is None:
             return found
         request, top = chunk.request, chunk.request.params.prompt_logprobs
-        if request.finish_reason is not None:
+        rows, ended = request.job.prompt_rows, request.finish_reason is not None
+        # The caller's memory must stay until its rows are written, also after a cancel.
+        if ended and rows is None:
             return found
         assert self.prompts is not None and request.prompt_logprobs is not None
         first = chunk.start + 1
         following = request.prompt_token_ids[first : first + chunk.count]
-        rows = request.job.prompt_rows
         if rows is not None and chunk.final:
             following += (_NO_TOKEN,)
         # An embedding has no probability. Something is published for its lane once its row has been
@@ -128,7 +129,7 @@ class Logprobs:
         if logprobs is None:
             return None
         for position, (token, each) in enumerate(zip(following, logprobs, strict=True), first):
-            if token >= 0:
+            if token >= 0 and not ended:
                 (request.prompt_logprobs[position],) = each or (None,)
         return found
 

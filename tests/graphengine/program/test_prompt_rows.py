@@ -124,6 +124,23 @@ def test_a_cancelled_request_writes_what_was_launched(device: str) -> None:
         assert_idle(engine)
 
 
+def test_the_rows_of_a_cancelled_request_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay publishes its token before it writes rows: the caller may free them after both."""
+    with open_engine(device="cpu", max_batch=1, lookahead=1, **OPEN) as engine:
+        prompt = list(range(10, 60))
+        request = engine.submit(prompt, SCORING, prompt_logprobs_out=memory(engine, len(prompt)))
+        engine.step()
+        request.cancel()
+        prompts = engine.runtime.logprobs.prompts
+        assert prompts is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(prompts, "wait", lambda *_, **__: None)
+            step_until(engine, lambda: request.finished)
+            assert engine.busy and engine.step(timeout=0) == [] and engine.busy
+        step_until(engine, lambda: not engine.busy)
+        assert_idle(engine)
+
+
 def wrong_memory(engine: Engine) -> list[tuple[Any, str]]:
     rows = memory(engine, 4)
     size = rows.shape[1]
