@@ -76,9 +76,8 @@ class Session:
         adapter: str | None = None,
     ) -> None:
         self._adapter = adapter
-        loaded = core.intake.adapters.find(adapter)
         # Which load of the adapter the kept KV is of; 0: of the base model alone.
-        self._generation = 0 if loaded is None else loaded.generation
+        self._generation = 0
         self._core = core
         self._tokens = tokens
         self._embeds = embeds
@@ -412,7 +411,7 @@ def session_of(
     `states` are the states after them. ValueError, with both numbers, for more blocks than the pool
     has free or `session_blocks` allows, and for blocks without states.
     """
-    context = Context()
+    loaded, context = core.intake.adapters.find(adapter), Context()
     scheduler = core.scheduler.home(context)
     pool, most, reuse = scheduler.pool, core.config.session_blocks, scheduler.reuse
     if count and reuse.rings:
@@ -441,7 +440,9 @@ def session_of(
                 reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
-    return Session(core, list(token_ids), context, embeds, adapter)
+    made = Session(core, list(token_ids), context, embeds, adapter)
+    made._generation = 0 if loaded is None else loaded.generation
+    return made
 
 
 def _check_sessions(core: EngineCore) -> None:

@@ -129,14 +129,16 @@ def test_a_session_belongs_to_its_adapter(
             for call in (lambda: session.generate(greedy()), session.snapshot):
                 with pytest.raises(ValueError, match="adapter 'one' is not loaded: there are none"):
                     call()
+            fork = session.fork()
             engine.load_adapter("one", folders["two"])
             message = "belongs to an adapter 'one' with fingerprint [0-9a-f]{16}, the engine's has"
             with pytest.raises(ValueError, match=message):
                 engine.restore_session(tmp_path / "one.safetensors")
             # KV of the other matrices is not kept.
             assert session.snapshot().blocks == 0
-            changed = session.generate(greedy())
-            assert changed.cached_tokens == 0 and changed.token_ids == expected(LONG, "two")
+            for each in (session, fork):
+                changed = each.generate(greedy())
+                assert changed.cached_tokens == 0 and changed.token_ids == expected(LONG, "two")
 
 
 def test_prefixes_are_found_by_the_same_load_only(
