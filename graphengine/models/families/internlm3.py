@@ -9,9 +9,7 @@ from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, unsupported
 from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
-DEFAULTS = hf_config.FamilyDefaults(
-    max_positions=32_768, head_dim=128, biases=("attention_bias", "mlp_bias")
-)
+DEFAULTS = hf_config.FamilyDefaults(max_positions=32_768, biases=("attention_bias", "mlp_bias"))
 # transformers' defaults for missing keys, where other families have different ones.
 _MISSING = {
     "vocab_size": 128_512,
@@ -20,6 +18,7 @@ _MISSING = {
     "num_hidden_layers": 48,
     "num_attention_heads": 32,
     "num_key_value_heads": 2,
+    "head_dim": 128,
     "rms_norm_eps": 1e-5,
 }
 _BIASES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}

@@ -116,6 +116,8 @@ def test_internlm_3_is_a_llama(biased: bool) -> None:
     assert model.rope and model.rope.kind == "dynamic" and model.max_prompt == 32768
     as_llama = read_model_config(llama | {"architectures": ["LlamaForCausalLM"]})
     assert replace(model, architecture="LlamaForCausalLM") == as_llama
+    narrow = composed(read_model_config(told | {"head_dim": None, "num_attention_heads": 64}))
+    assert block_in(narrow, GroupedQueryAttention).head_dim == 4096 // 64
 
 
 @pytest.mark.parametrize(
