@@ -24,6 +24,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -268,10 +269,10 @@ def placed_embeds(places: Sequence[Place], ids: Sequence[int], rows: Tensor) -> 
             raise ValueError(f"{grid} must have sizes of 1 or more, and a step from 0 to 1e6")
         if grid is not None and place.length > grid.size:
             raise ValueError(f"{place.length} embeddings for the {grid.size} places of {grid}")
-    found = [
-        position for each in places for position in range(each.start, each.start + each.length)
-    ]
     wanted = [position for position, token in enumerate(ids) if token == EMBEDDED]
+    runs = (range(each.start, each.start + each.length) for each in places)
+    # A wrong length may be any number.
+    found = [*islice(chain.from_iterable(runs), len(wanted) + 1)]
     if found != wanted or len(rows) != len(wanted):
         raise ValueError(
             f"{len(rows)} embeddings at {len(found)} places, the first of them {found[:3]}, for "

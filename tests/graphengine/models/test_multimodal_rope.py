@@ -280,6 +280,7 @@ def wrong_places(kept: SessionSnapshot) -> list[tuple[SessionSnapshot, str]]:
     several = [
         (place._replace(start=3), r"20 embeddings at 20 places, .* \[3, 4, 5\], for 20 .* \[2, 3"),
         (place._replace(length=19), "20 embeddings at 19 places"),
+        (place._replace(grid=None, length=10**15), "20 embeddings at 21 places"),
         (place._replace(grid=place.grid._replace(height=0)), r"Grid\(.*height=0.* must have sizes"),
         (place._replace(grid=place.grid._replace(step=-1.0)), "and a step from 0 to 1e6"),
         (place._replace(grid=place.grid._replace(width=2)), "20 embeddings for the 8 places of G"),
