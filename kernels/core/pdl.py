@@ -9,8 +9,9 @@ The kernels of a decode graph all follow these rules, so that each may rely on t
   k - 2 is complete. A few short kernels trigger before their wait, so that the launch after them
   can load its weights while the launch before them still runs (`start_next`): those of adapters,
   segments, launches with `EARLY`, and `_take_sums_kernel`, which also stores before its wait and
-  says why it may. Before its own wait, a launch after such a one may load nothing that the launch
-  before that one writes.
+  says why it may. After one or more of them in a row, a launch starts while all of these and the
+  launch before them may still run: before its own wait it may load nothing that any of them
+  writes.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
   fields), or what launch k - 2 or an earlier one wrote, bypassing the L1 cache
   (`cache_modifier=".cg"`).

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the per-head norm before it and the KV append after it.
+"""Rotary position embedding, with the per-head norm before or after it, and then the KV append.
 
 Chunks of prompts and draft modules use this kernel; decode attention rotates in its own
 (`attention/decode.py`), with the same tables and roundings.
