@@ -97,8 +97,10 @@ def _take_sums_kernel(
 
     It may begin while the product still runs, and takes sums without waiting for its end: every
     item says itself that it has arrived, its writer has read all that it needed, and everything
-    else read here is older. The next launch needs nothing else of the product either, so it may
-    start at once, to load its weights meanwhile. Both wait for the product before they end.
+    else read here is older. The product has waited, so no older launch still reads what is stored
+    here: a product may not start this kernel before its wait. The next launch needs nothing else
+    of the product either, so it may start at once, to load its weights meanwhile. Both wait for the
+    product before they end.
     """
     lane, tile = tl.program_id(0), tl.program_id(1)
     h = tile * BLOCK_H + tl.arange(0, BLOCK_H)

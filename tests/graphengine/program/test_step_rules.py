@@ -104,6 +104,12 @@ def _early_kernel(slot_ptr, x_ptr, out_ptr, STARTS_EARLY: tl.constexpr, PDL: tl.
     tl.store(out_ptr, tl.load(x_ptr) + tl.load(slot_ptr))
 
 
+@triton.jit
+def _take_sums_kernel(slot_ptr, x_ptr, out_ptr, PDL: tl.constexpr):
+    tl.store(out_ptr, tl.load(x_ptr) + tl.load(slot_ptr))
+    wait_for_inputs(PDL, OVERLAP=False)
+
+
 def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(4, dtype=dtype, device="meta")
 
@@ -120,6 +126,11 @@ def op(x: torch.Tensor, out: torch.Tensor, **other: Any) -> Op:
 def starting_early(x: torch.Tensor, out: torch.Tensor) -> Op:
     given = {"slot_ptr": tensor(torch.int32), "x_ptr": x, "out_ptr": out}
     return Op(_early_kernel, (1,), {**given, "STARTS_EARLY": True, "PDL": True}, {}, pdl=True)
+
+
+def storing_early(x: torch.Tensor, out: torch.Tensor) -> Op:
+    given = {"slot_ptr": tensor(torch.int32), "x_ptr": x, "out_ptr": out, "PDL": True}
+    return Op(_take_sums_kernel, (1,), given, {}, pdl=True)
 
 
 def test_planted_faults_are_found() -> None:
@@ -142,6 +153,8 @@ def test_planted_faults_are_found() -> None:
         ([op(x, y), op(x, z), op(y, x, EARLY=1)], []),
         ([op(x, y, EARLY=2)], ["writes out_ptr before it waits"]),
         ([op(x, y, EARLY=2, PDL=False)], []),
+        ([op(x, y), storing_early(x, z)], []),
+        ([starting_early(x, y), storing_early(x, z)], ["and what is older may still be read"]),
         ([without_pdl], ["does not wait for the launch before"]),
         ([op(x, y, slot_ptr=None)], ["does not know which lanes are padded"]),
         ([TorchCall("mm", [x], y)], ["torch computes mm in a decode graph"]),

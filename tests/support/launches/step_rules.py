@@ -4,7 +4,8 @@ memory   a launch reads nothing that the step has made and nobody has written; n
          written twice without a reader between, so no two results share memory by mistake
 PDL      what a launch reads before it waits, no launch writes that may still run: the launch
          before, and if that starts it early, the one before that as well, and so on. It writes
-         nothing before it waits. In a decode graph every kernel can wait
+         nothing before it waits, except for one kernel, which no launch may start early. In a
+         decode graph every kernel can wait
 padding  in a decode graph every launch reads the slots of its lanes, or a list made from them
 """
 
@@ -108,7 +109,8 @@ class Checked:
 
     made      memory that the step has made; `written` is that which something has written
     unread    what no launch has read since it was written: the view, and who wrote it
-    latest    what the launch before wrote
+    latest    what the launch before wrote, and those that may still run beside it
+    early     whether the launch before starts this one before it waits
     with_slots  memory that was written by launches that read the slots of lanes
     """
 
@@ -116,6 +118,7 @@ class Checked:
     written: set[int] = field(default_factory=set)
     unread: dict[Any, str] = field(default_factory=dict)
     latest: list[Tensor] = field(default_factory=list)
+    early: bool = False
     with_slots: set[int] = field(default_factory=set)
 
 
@@ -154,6 +157,8 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
                 yield f"{op.name} reads {name} early, which a launch writes that may still run"
         if early_writes and op.name != STORES_EARLY:
             yield f"{op.name} writes {', '.join(sorted(early_writes))} before it waits"
+        elif early_writes and state.early:
+            yield f"{op.name} writes before it waits, and what is older may still be read"
     if decode and "PDL" not in op.arguments:
         yield f"{op.name} does not wait for the launch before"
     _forget(state, {_storage(tensors[name]) for name in reads & tensors.keys()})
@@ -169,7 +174,8 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
     if decode and not slots and not lists:
         yield f"{op.name} does not know which lanes are padded"
     written = [tensors[name] for name in writes & tensors.keys()]
-    state.latest = written + (state.latest if _starts_early(op) else [])
+    state.early = _starts_early(op)
+    state.latest = written + (state.latest if state.early else [])
     for tensor in written:
         state.unread[_view(tensor)] = op.name
         state.written.add(_storage(tensor))
