@@ -480,8 +480,9 @@ class Engine(MemoryCalls):
     def restore_session(self, source: SessionSnapshot | str | PathLike[str]) -> Session:
         """The session that `Session.snapshot` copied, or the one in the file that it wrote.
 
-        ValueError, with both values, for another model, dtype, `numerics_id`, device or layout, for
-        damage, and if it exceeds `max_seq_len`, the pool's free blocks or `session_blocks`.
+        ValueError, with both values, for another model, dtype, `numerics_id`, device, layout or
+        adapter, for damage, and if it exceeds `max_seq_len`, the pool's free blocks or
+        `session_blocks`.
         """
         return restore_session(self.core, source)
 
