@@ -207,7 +207,7 @@ def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
         ({"time_step_limit": [0.5, 0.1]}, r"time_step_limit=\[0.5, 0.1\]: supported"),
         ({"time_step_limit": [0.0, math.nan]}, "time_step_limit"),
         ({"sliding_window": 100}, "sliding_window=100"),
-        ({"num_attention_heads": 2}, "head_dim=768"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "head_dim=768"),
     ],
 )  # fmt: skip
 def test_what_granite_does_not_do_here_is_an_error(changes: dict[str, Any], message: str) -> None:
