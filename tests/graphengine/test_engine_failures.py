@@ -471,6 +471,8 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "generate_many": lambda: engine.generate_many(PROMPT, n=2),
         "load_adapter": lambda: engine.load_adapter("a", "nowhere"),
         "unload_adapter": lambda: engine.unload_adapter("a"),
+        "release_memory": engine.release_memory,
+        "restore_memory": engine.restore_memory,
         "restore_session": lambda: engine.restore_session("nowhere"),
         "session": engine.session,
         "step": engine.step,
