@@ -141,10 +141,10 @@ class MemoryCalls:
         if weights == "drop":
             check_plain(loaded.checkpoint)
             keep = not_filled_by(loaded.filled())
-        core.drop_cached_kv()
         core.runtime.synchronize()
         with span("release memory"), core.runtime.on_stream():
             released = memory.release(keep)
+            core.drop_cached_kv()
             if KV_CACHE not in state.released:
                 released += cache.release(lambda _: False)
         state.released = (WEIGHTS, KV_CACHE)

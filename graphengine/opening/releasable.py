@@ -83,7 +83,7 @@ class ReleasableMemory:
             saved.copy_(host)
 
     def _new_pieces(self, nbytes: int) -> list[Tensor]:
-        sizes = [_PIECE] * (-(-nbytes // _PIECE))
+        sizes = [min(_PIECE, nbytes - start) for start in range(0, nbytes, _PIECE)]
         pin = self.device.type == "cuda"
         return [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
 

@@ -272,8 +272,12 @@ def test_too_little_memory_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch)
 
         with monkeypatch.context() as patch:
             patch.setattr(module.ReleasableMemory, "_new_pieces", short)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                engine.release_memory()
+            with engine.session() as session:
+                session.append(PROMPT * 4)
+                session.generate(greedy(2))
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.release_memory()
+                assert not session.evicted
         assert said(engine) == expected
         engine.release_memory()
         cache = engine.runtime.cache_memory
