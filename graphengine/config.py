@@ -20,8 +20,8 @@ from graphengine.options.calibration import read_calibration
 from graphengine.options.checks import INT32_MAX, check_path, is_finite, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.options.draft_schedule import DraftSchedule
-from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.options.logits_params import LogprobsMode
+from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.options.table import (
     NOT_NEGATIVE,

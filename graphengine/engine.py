@@ -36,7 +36,7 @@ from graphengine.host.scheduling import Scheduling
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import check_callable, seconds
@@ -481,8 +481,7 @@ class Engine(MemoryCalls):
         """The session that `Session.snapshot` copied, or the one in the file that it wrote.
 
         ValueError, with both values, for another model, dtype, `numerics_id`, device, layout or
-        adapter, for damage, and if it exceeds `max_seq_len`, the pool's free blocks or
-        `session_blocks`.
+        adapter, for damage, and for more than `max_seq_len`, `session_blocks` or the pool allows.
         """
         return restore_session(self.core, source)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
-from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR, VOCABULARY_GRAMMAR
 from graphengine.options.mode import Mode
+from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR, VOCABULARY_GRAMMAR
 from graphengine.options.table import read_integers
 from graphengine.speculative import (
     MTP,

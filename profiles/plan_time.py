@@ -18,7 +18,7 @@ import torch
 from graphengine import EngineConfig
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.opening.budget.footprint import trace_footprint
-from graphengine.opening.budget.memory import UNLIMITED, plan_memory
+from graphengine.opening.budget.memory_plan import UNLIMITED, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.budget.workspace import UNLISTED, Footprint
 from graphengine.profiles.benchmark.engines import random_drafter, rounded_model

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphengine.buckets import CapturedGraph, ReplayTimer, StaticBuffers
 from graphengine.config import EngineConfig
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.program.graph_key import GraphKey
 
 REPLAYS = 3

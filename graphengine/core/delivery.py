@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from graphengine.buckets.mailbox import Payloads
 from graphengine.host.deadlines import Deadlines
 from graphengine.host.gate import Gate
-from graphengine.host.plan import Replay
 from graphengine.host.scheduling import Scheduling
+from graphengine.host.step_plan import Replay
 from graphengine.kernels.step.record import (
     EPOCH_MASK,
     EPOCH_SHIFT,
@@ -25,7 +25,7 @@ from graphengine.observe.recorder import Recorder
 from graphengine.options.checks import is_int
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.caller_drafts import NO_DRAFTS
-from graphengine.requests.guided import Guide
+from graphengine.requests.grammars import Guide
 from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request
 from graphengine.requests.result import FinishReason, TokenLogprobs

@@ -28,12 +28,12 @@ from graphengine.core.weight_state import WeightState
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
-from graphengine.host.plan import Plan, Replay
 from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
+from graphengine.host.step_plan import Plan, Replay
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.program.fields import (
     adapter_updates,
     draft_updates,

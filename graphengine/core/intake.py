@@ -14,14 +14,14 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.models.weights import RoutedExperts
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
-from graphengine.requests.guided import Grammars, Guide
+from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.requests.processing import (
@@ -32,7 +32,7 @@ from graphengine.requests.processing import (
 )
 from graphengine.requests.request import Event, Request
 from graphengine.requests.routes import RecordedRoutes
-from graphengine.requests.stops import Stops
+from graphengine.requests.stop_tokens import Stops
 from graphengine.routing_record import Ids
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer

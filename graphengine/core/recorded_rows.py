@@ -13,9 +13,9 @@ from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.op_table import OpRow, row_maker
 from graphengine.opening.allocation import graph_steps
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.program.graph_key import GraphKey
-from graphengine.program.schedule import describe_launches
+from graphengine.program.launch_lists import describe_launches
 
 
 def record_rows(

@@ -11,11 +11,11 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
 from graphengine.host.gate import Gate
-from graphengine.host.plan import Replay
 from graphengine.host.scheduling import Scheduling
+from graphengine.host.step_plan import Replay
 from graphengine.kernels.core.devices import Device, device_of, overlaps_launches
 from graphengine.kernels.core.launching import KernelCompilation
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.context import Context

@@ -55,7 +55,7 @@ from graphengine.opening.allocation import (
     graph_steps,
     swap_blocks,
 )
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.draft_updating import load_drafts
 from graphengine.opening.records import RecordMemory
 from graphengine.opening.updating import LoadedWeights

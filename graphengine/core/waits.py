@@ -7,8 +7,8 @@ import time
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import Payloads, Queryable, WaitMode
 from graphengine.host.logprobs import Logprobs
-from graphengine.host.plan import Replay
 from graphengine.host.routes import Routing
+from graphengine.host.step_plan import Replay
 from graphengine.requests.result import TokenLogprobs
 
 

@@ -38,7 +38,7 @@ from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.requests.processing import logits_tensors
 
 if TYPE_CHECKING:
-    from graphengine.host.plan import PrefillChunk
+    from graphengine.host.step_plan import PrefillChunk
     from graphengine.models.checkpoints.checkpoint import Checkpoint
     from graphengine.models.contract import Model
     from graphengine.models.launches import DecodeLaunch, RankGroup

@@ -32,7 +32,7 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
+from graphengine.models.checkpoints.destinations import destinations, load_weights, read_model
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.launches import WHOLE, DecodeLaunch
 from graphengine.models.linears import stream_groups

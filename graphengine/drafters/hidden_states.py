@@ -27,7 +27,7 @@ from graphengine.paths import expand_user
 from graphengine.speculative import SaveHiddenStates
 
 if TYPE_CHECKING:
-    from graphengine.host.plan import PrefillChunk
+    from graphengine.host.step_plan import PrefillChunk
     from graphengine.models.contract import ModelConfig
     from graphengine.requests.request import Request
 

@@ -15,7 +15,7 @@ import torch
 
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import TAG_MASK, Payloads
-from graphengine.host.plan import Replay
+from graphengine.host.step_plan import Replay
 from graphengine.kernels.logits.logprobs_mailbox import logprob_items
 from graphengine.kernels.step.record import unpack_state
 from graphengine.requests.request import Request

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import LaneUpdate, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
-from graphengine.host.plan import Plan
+from graphengine.host.step_plan import Plan
 from graphengine.kernels.logits.logits_triton import USES_GRAMMAR, USES_MASK
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from graphengine.host.block_pool import BlockPool
-from graphengine.host.plan import Plan
 from graphengine.host.scheduler import Move, Scheduler, finish
+from graphengine.host.step_plan import Plan
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.requests.context import Context
 from graphengine.requests.request import Request

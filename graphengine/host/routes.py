@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import TAG_MASK, Payloads
-from graphengine.host.plan import Replay
+from graphengine.host.step_plan import Replay
 from graphengine.kernels.experts.records import route_items
 from graphengine.kernels.step.record import EPOCH_MASK, EPOCH_SHIFT, unpack_state
 from graphengine.models.weights import RoutedExperts

@@ -39,9 +39,9 @@ from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.block_pool import BlockPool
-from graphengine.host.plan import NOTHING, Plan, PrefillChunk
 from graphengine.host.reuse import Reuse
 from graphengine.host.rings import WindowRing, WindowRings
+from graphengine.host.step_plan import NOTHING, Plan, PrefillChunk
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import NO_EMBEDS

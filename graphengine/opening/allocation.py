@@ -40,7 +40,7 @@ from graphengine.models.states import (
 )
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.records import RecordMemory, Records, new_records
 from graphengine.opening.releasable import ReleasableMemory, allocating, releasable_memory
 from graphengine.opening.state_checkpoint_tensors import StateCheckpointTensors

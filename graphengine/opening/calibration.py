@@ -23,7 +23,7 @@ from graphengine.models.weights import StoredWeights
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.budget.cache_budget import calibration_blocks
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.options.calibration import check_calibration_length
 from graphengine.options.checks import shown
 from graphengine.text.tokenizer import Tokenizer

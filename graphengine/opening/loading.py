@@ -17,14 +17,14 @@ from graphengine.models.adapters.adapter import Adapter
 from graphengine.models.adapters.merging import with_merged
 from graphengine.models.adapters.table import AdapterSizes
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.checkpoints.kv_scales import is_kv_scale
-from graphengine.models.checkpoints.stored import (
+from graphengine.models.checkpoints.destinations import (
     destinations,
     load_weights,
     read_eos_ids,
     read_model,
     with_state_dtype,
 )
+from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.contract import Model, ModelConfig, ModelWeights
 from graphengine.models.launches import WHOLE, Share
 from graphengine.models.quantised.config import quantisation_of
@@ -35,7 +35,7 @@ from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
 from graphengine.opening.adapters import adapter_sizes
 from graphengine.opening.budget.footprint import plan_with_footprint
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.budget.workspace import Footprint
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.releasable import allocating, releasable_memory

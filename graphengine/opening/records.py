@@ -18,7 +18,7 @@ from graphengine.buckets.shared_memory import PageLocked
 from graphengine.config import EngineConfig
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import Rings, RingShape, mailboxes
 
 

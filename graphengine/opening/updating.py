@@ -19,8 +19,8 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
+from graphengine.models.checkpoints.destinations import load_weights, read_model, with_state_dtype
 from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
-from graphengine.models.checkpoints.stored import load_weights, read_model, with_state_dtype
 from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES, ReorderedTensor, TensorInfo
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.config import quantisation_of

@@ -16,7 +16,7 @@ from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkp
 from graphengine.models.launches import Share
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import (
     CheckpointContents,
     Opened,

@@ -10,7 +10,7 @@ from graphengine.buckets import HostQueue
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import (
     CheckpointContents,
     Opened,

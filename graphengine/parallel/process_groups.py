@@ -11,7 +11,7 @@ from graphengine.config import EngineConfig
 from graphengine.kernels.core.devices import overlaps_launches
 from graphengine.models.launches import Share
 from graphengine.models.splitting.stages import place_of_rank
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.parallel.collectives.process_group import ProcessGroup
 from graphengine.parallel.stage_link import StageLink
 

@@ -21,11 +21,11 @@ from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, Stage
-from graphengine.parallel.rank_processes import RankProcess, SpawnedRank, check_may_start
+from graphengine.parallel.process_handles import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.torchrun import lead
 from graphengine.parallel.worker import RankStart, run_rank
 

@@ -24,11 +24,11 @@ from torch.distributed.rendezvous import rendezvous
 from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.link import LinkMemory
-from graphengine.parallel.rank_processes import ForeignRank
+from graphengine.parallel.process_handles import ForeignRank
 from graphengine.parallel.worker import RankStart, run_rank
 
 _STARTED = "TORCHELASTIC_RUN_ID"

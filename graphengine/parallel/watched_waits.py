@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.core.waits import Waits
-from graphengine.host.plan import Replay
+from graphengine.host.step_plan import Replay
 from graphengine.parallel.ranks import Ranks
 from graphengine.requests.result import TokenLogprobs
 

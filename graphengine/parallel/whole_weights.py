@@ -13,7 +13,7 @@ from graphengine.core.fingerprints import fingerprint_of, packed_linears
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import reader_of
+from graphengine.models.checkpoints.destinations import reader_of
 from graphengine.models.quantised.filling import Reader, dequantised_names, fill_packed
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.weights import StoredLinear, StoredWeights

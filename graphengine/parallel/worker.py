@@ -21,12 +21,12 @@ from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, ReplayGraph
 from graphengine.core.runtime import Operation
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan, available_bytes
+from graphengine.opening.budget.memory_plan import MemoryPlan, available_bytes
 from graphengine.opening.loading import CheckpointContents, Opened, load_checkpoint, read_checkpoint
 from graphengine.parallel.data_parallel.shared_records import SharedRecords
 from graphengine.parallel.link import ALL, LinkMemory, RankEnd, ReceivedCommand, Stage
 from graphengine.parallel.process_groups import ProcessGroups
-from graphengine.parallel.rank_processes import is_running
+from graphengine.parallel.process_handles import is_running
 from graphengine.parallel.rank_runtime import RankRuntime
 
 # A rank on a GPU polls for its next command without a pause for so long, as a launch must not wait.

@@ -16,8 +16,8 @@ import torch
 from graphengine.buckets import Field, LaneUpdate, Owner
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.rings import WindowRing
+from graphengine.host.step_plan import Plan, PrefillChunk
 from graphengine.kernels.core.lanes import BITS
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import LayerStates, recurrent_fields

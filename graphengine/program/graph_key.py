@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from graphengine.buckets import BucketLadder
-from graphengine.host.plan import PrefillChunk
+from graphengine.host.step_plan import PrefillChunk
 from graphengine.requests.request import Request
 
 Sampler = Literal["fast", "full"]

@@ -28,8 +28,8 @@ from graphengine.kernels.logits.logprobs import (
     token_log_probabilities,
 )
 from graphengine.kernels.logits.logprobs_mailbox import publish_logprobs
-from graphengine.kernels.logits.prompt_rows import write_prompt_rows
 from graphengine.kernels.logits.sampled_logits import write_sampled_logits
+from graphengine.kernels.logits.whole_vocabulary import write_prompt_rows
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.step.noted import note_prompt, note_tokens
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, StopSequences

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from graphengine.prompt_embeds import NO_EMBEDS, Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
-from graphengine.requests.stops import Stops
+from graphengine.requests.stop_tokens import Stops
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from graphengine.requests.adapters import LoadedAdapter
     from graphengine.requests.context import Context, HeldRing, SharedPrompt, StateCheckpoint
-    from graphengine.requests.guided import Guide
+    from graphengine.requests.grammars import Guide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
     from graphengine.routing_record import Ids

@@ -25,8 +25,8 @@ from graphengine.drafters.mtp.module import MtpModules
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels.linear.packed import PackedWeight
+from graphengine.models.checkpoints.destinations import with_state_dtype
 from graphengine.models.checkpoints.random_values import SEED
-from graphengine.models.checkpoints.stored import with_state_dtype
 from graphengine.models.checkpoints.tensor_files import ReorderedTensor
 from graphengine.models.contract import ModelConfig
 from graphengine.models.launches import WHOLE, Share

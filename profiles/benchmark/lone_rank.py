@@ -20,7 +20,7 @@ from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.launches import AddOwn, Share
 from graphengine.models.splitting.rank_sizes import of_rank
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 
 WAIT_LIMIT_S = 10.0
 

@@ -23,13 +23,13 @@ from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
 from graphengine.kernels.linear.kinds import CODES, KINDS
 from graphengine.kernels.linear.packed import POWER_FACTOR, PackedWeight, packed_form
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.checkpoints.random_values import (
     SEED,
     WEIGHT_SCALE,
     generator_of,
     random_values,
 )
-from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.contract import ModelConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from graphengine.cli.option_flags import add_flags, kept_facts
 from graphengine.cli.parser import CommandParser
-from graphengine.options.grammars import GRAMMAR
+from graphengine.options.option_syntax import GRAMMAR
 from graphengine.profiles.flags import DTYPE_NAMES, SAMPLERS
 from graphengine.profiles.shape_configs import NAMES
 

@@ -8,7 +8,7 @@ import pytest
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
-from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR
+from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.speculative import (
     MTP,
     Auto,

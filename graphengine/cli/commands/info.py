@@ -13,7 +13,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
 from graphengine.models.contract import ModelWeights
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.options.prefill_cut import PrefillCut

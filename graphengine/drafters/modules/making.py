@@ -6,9 +6,9 @@ from graphengine.config import EngineConfig
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.confidence import drafts_from
 from graphengine.drafters.modules.base import DraftModules
+from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.drafters.modules.dynamic_growth import DynamicGrowth
-from graphengine.drafters.modules.eagle import EagleDrafter
-from graphengine.drafters.modules.tree_eagle import TreeEagle
+from graphengine.drafters.modules.tree import TreeEagle
 from graphengine.drafters.modules.tree_growth import StaticGrowth
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import paged_states, recurrent_states

@@ -15,7 +15,7 @@ from graphengine.drafters.mtp.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.drafters.target import Target
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_eos_ids
+from graphengine.models.checkpoints.destinations import read_eos_ids
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.forms import rounded_forms

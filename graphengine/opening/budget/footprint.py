@@ -26,7 +26,7 @@ from graphengine.models.adapters.table import AdapterSizes
 from graphengine.models.contract import ModelConfig
 from graphengine.models.repeats import Moved, repeats_told
 from graphengine.models.splitting.stages import ALONE, Place
-from graphengine.opening.budget.memory import UNLIMITED, MemoryPlan, plan_memory
+from graphengine.opening.budget.memory_plan import UNLIMITED, MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.budget.torch_results import known_result
 from graphengine.opening.budget.workspace import UNLISTED, Footprint

@@ -21,7 +21,7 @@ from graphengine.models.launches import Share
 from graphengine.models.splitting.pushes import Pushes
 from graphengine.models.splitting.stages import ALONE, Place, stage_of_rank
 from graphengine.opening.allocation import allocate, graph_steps
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.budget.workspace import most_groups
 from graphengine.program.graph_key import GraphKey
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from graphengine.core.engine_core import Collected, EngineCore, new_scheduler
 from graphengine.core.waits import Waits
-from graphengine.host.plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.host.scheduler import Scheduler
+from graphengine.host.step_plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.observe.tracing import ranged
 from graphengine.parallel.data_parallel.runtime import DataParallelRuntime, RemoteRank
 from graphengine.program.fields import NO_CHUNK, chunk_updates

@@ -12,7 +12,7 @@ from graphengine.core.commands import Command, FetchDrafts, OfSlots, SlotOperati
 from graphengine.core.waits import deadline_after, seconds_to
 from graphengine.host.masks import MaskTable
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import CheckpointContents, Opened
 from graphengine.opening.records import new_records
 from graphengine.parallel.collectives.process_group import check_watch

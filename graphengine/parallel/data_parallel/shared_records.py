@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import RingShape
 from graphengine.opening.records import RecordMemory, record_bytes
 

@@ -22,7 +22,7 @@ from engines.speculation import (
     outcomes,
 )
 from graphengine import Engine, EngineConfig, StructuredOutputsParams
-from graphengine.drafters.modules.eagle import EagleDrafter
+from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.host.gate import Gate
 from graphengine.models.families import registry
 from graphengine.options.draft_schedule import DraftSchedule

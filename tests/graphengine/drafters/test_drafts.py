@@ -33,8 +33,8 @@ from engines.small_engine import greedy
 from engines.speculation import ENDLESS, open_speculating, run_with
 from graphengine import Engine, Request, SamplingParams
 from graphengine.drafters.draft_model import DraftModelDrafter
-from graphengine.drafters.modules import eagle
-from graphengine.drafters.modules.eagle import EagleDrafter
+from graphengine.drafters.modules import chain as eagle
+from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.drafters.mtp.vanilla import VanillaDrafter
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.speculative import MTP, DraftModel, Eagle3, NGram, Speculative, UserProvided

@@ -12,7 +12,7 @@ import torch
 from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
-from graphengine.host.plan import Replay
+from graphengine.host.step_plan import Replay
 from graphengine.kernels.logits.logprobs_mailbox import logprob_items
 from graphengine.kernels.step.record import pack_state
 from graphengine.kernels.step.state import EMITTED

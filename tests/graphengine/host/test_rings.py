@@ -12,9 +12,9 @@ import pytest
 
 from engines.simulated_blocks import ALPHABET, DECODED, Sharing, entries
 from graphengine import Request, SamplingParams
-from graphengine.host.plan import Plan
 from graphengine.host.rings import WindowRing, WindowRings, ring_blocks
 from graphengine.host.scheduler import Scheduler
+from graphengine.host.step_plan import Plan
 from graphengine.program.fields import ring_updates
 from graphengine.requests.context import Context, HeldRing
 from graphengine.requests.job import Job

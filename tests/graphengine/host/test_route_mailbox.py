@@ -10,8 +10,8 @@ import torch
 
 from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
-from graphengine.host.plan import PrefillChunk, Replay
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
+from graphengine.host.step_plan import PrefillChunk, Replay
 from graphengine.kernels.experts.records import route_items
 from graphengine.kernels.step.record import pack_state
 from graphengine.kernels.step.state import EMITTED

@@ -35,14 +35,14 @@ from hypothesis.stateful import (
 
 from extent import extent
 from graphengine.host.block_pool import BlockPool
-from graphengine.host.plan import Plan
 from graphengine.host.scheduler import Scheduler
+from graphengine.host.step_plan import Plan
 from graphengine.program.fields import host_updates
-from graphengine.requests.guided import Guide
+from graphengine.requests.grammars import Guide
 from graphengine.requests.job import Job
 from graphengine.requests.processing import Processing
 from graphengine.requests.request import Phase, Request
-from graphengine.requests.stops import Stops
+from graphengine.requests.stop_tokens import Stops
 from graphengine.sampling_params import SamplingParams
 
 Entry = tuple[int, int]

@@ -16,7 +16,7 @@ from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, read_model
+from graphengine.models.checkpoints.destinations import destinations, read_model
 from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config

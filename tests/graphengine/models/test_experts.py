@@ -18,7 +18,7 @@ from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config

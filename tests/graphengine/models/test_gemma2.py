@@ -22,7 +22,7 @@ from graphengine.models.composition import windows_of
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.opening.allocation import graph_steps
-from graphengine.program.schedule import record_schedule
+from graphengine.program.launch_lists import record_schedule
 from graphengine.speculative import DraftModel
 from launches.compilation import compile_kernel
 

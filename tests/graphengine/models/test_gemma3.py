@@ -33,7 +33,7 @@ from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.composition import windows_of
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.plans.chains import chain_linear, new_chain

@@ -30,7 +30,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.models.blocks.per_layer.layer_inputs import LayerInput
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys

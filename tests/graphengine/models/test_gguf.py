@@ -19,8 +19,8 @@ from graphengine import Engine, SamplingParams
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.checkpoints.gguf_config import FAMILIES, LAYER, MODULES
-from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.readers import read_weight
 from graphengine.models.weights import StoredLinear

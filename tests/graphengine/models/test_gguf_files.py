@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.checkpoints.gguf_file import read_gguf
-from graphengine.models.checkpoints.stored import read_model
 
 gguf = pytest.importorskip("gguf")
 

@@ -17,7 +17,7 @@ from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, read_model
+from graphengine.models.checkpoints.destinations import destinations, read_model
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.launches import Share

@@ -28,7 +28,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
+from graphengine.models.checkpoints.destinations import destinations, load_weights, read_model
 from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig, DecoderWeights
 from graphengine.models.families.registry import read_model_config

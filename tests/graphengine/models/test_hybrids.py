@@ -32,7 +32,7 @@ from graphengine.models.blocks import mamba2
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, read_model
+from graphengine.models.checkpoints.destinations import destinations, read_model
 from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys

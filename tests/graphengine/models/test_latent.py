@@ -18,7 +18,7 @@ from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.plans.chains import new_chain

@@ -19,7 +19,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.mlp import Mlp, MlpWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, read_model
+from graphengine.models.checkpoints.destinations import destinations, read_model
 from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config

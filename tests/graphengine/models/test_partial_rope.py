@@ -15,7 +15,7 @@ from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, read_model
+from graphengine.models.checkpoints.destinations import destinations, read_model
 from graphengine.models.launches import Share
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank

@@ -18,7 +18,7 @@ from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations
+from graphengine.models.checkpoints.destinations import destinations
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
 

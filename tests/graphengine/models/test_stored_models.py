@@ -16,7 +16,7 @@ from engines.small_engine import greedy, open_engine
 from graphengine.demo import checkpoint_path
 from graphengine.drafters.mtp.reading import read_mtp_config
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, read_eos_ids, read_model
+from graphengine.models.checkpoints.destinations import destinations, read_eos_ids, read_model
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.speculative import DraftModel, SaveHiddenStates

@@ -31,7 +31,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
-from graphengine.opening.budget.memory import plan_memory
+from graphengine.opening.budget.memory_plan import plan_memory
 
 # Opening a checkpoint.
 

@@ -20,9 +20,9 @@ from graphengine.models.launches import WHOLE, Share
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import Place
 from graphengine.opening.budget import footprint as footprints
-from graphengine.opening.budget import memory
+from graphengine.opening.budget import memory_plan as memory
 from graphengine.opening.budget.footprint import plan_with_footprint, trace_footprint
-from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget.memory_plan import MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.budget.workspace import Footprint, exchanged_bytes
 from graphengine.opening.engine_shape import EngineShape
@@ -31,7 +31,7 @@ from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, Subject
 from graphengine.program.graph_key import GraphKey
-from graphengine.program.schedule import record_schedule
+from graphengine.program.launch_lists import record_schedule
 from graphengine.speculative import (
     MTP,
     DraftModel,

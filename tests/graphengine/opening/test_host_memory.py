@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphengine.opening.budget import memory
+from graphengine.opening.budget import memory_plan as memory
 from graphengine.opening.budget.host_memory import available_host_bytes
 
 GIB = 2**30

@@ -28,10 +28,10 @@ from graphengine.models.linears import WeightForms
 from graphengine.models.plans import plan_limits
 from graphengine.opening import calibration, requirements
 from graphengine.opening.allocation import Allocation, allocate
-from graphengine.opening.budget import memory
+from graphengine.opening.budget import memory_plan as memory
 from graphengine.opening.budget.cache_budget import BlockBytes, _fitting_swap, _needed_swap
 from graphengine.opening.budget.host_memory import host_bytes
-from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget.memory_plan import MemoryPlan, plan_memory
 from graphengine.opening.budget.workspace import most_groups
 from graphengine.opening.calibration import calibrate
 from graphengine.options.draft_vocabulary import DraftVocabulary

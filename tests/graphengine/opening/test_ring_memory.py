@@ -16,8 +16,8 @@ from graphengine.host.rings import WindowRing
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
 from graphengine.opening.allocation import allocate
-from graphengine.opening.budget import memory
-from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget import memory_plan as memory
+from graphengine.opening.budget.memory_plan import MemoryPlan, plan_memory
 from graphengine.speculative import DraftModel, NGram
 
 DEMO = Checkpoint.open(checkpoint_path())

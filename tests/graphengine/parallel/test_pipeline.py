@@ -33,7 +33,7 @@ from graphengine.models.families.registry import read_model_config
 from graphengine.models.launches import Share
 from graphengine.models.splitting.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint, stage_contents
 from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages

@@ -34,7 +34,7 @@ from graphengine import EngineConfig
 from graphengine.core.commands import ReplayGraph
 from graphengine.host.state_checkpoints import BlockCopy
 from graphengine.models.launches import Share
-from graphengine.opening.budget.memory import MemoryPlan
+from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel import worker
@@ -43,7 +43,7 @@ from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S, ProcessGroup
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.link import DriverEnd, LinkMemory, Stage
-from graphengine.parallel.rank_processes import SpawnedRank
+from graphengine.parallel.process_handles import SpawnedRank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
 from graphengine.parallel.worker import RankStart, run_rank
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from graphengine.parallel.rank_processes import ForeignRank, is_running
+from graphengine.parallel.process_handles import ForeignRank, is_running
 
 SLEEPS = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
 

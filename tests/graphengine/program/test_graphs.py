@@ -27,7 +27,7 @@ from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets.captured import CHECK_EVERY
 from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
-from graphengine.host.plan import Plan
+from graphengine.host.step_plan import Plan
 from graphengine.program.graph_key import Sampler, prefill_key
 from graphengine.program.step import StepOutputs
 from graphengine.requests.processing import processing_fields

@@ -20,7 +20,7 @@ from engines.speculation import DOT, open_plain, open_speculating, run_with
 from extent import extent
 from graphengine import Engine, Request, Result, SamplingParams
 from graphengine.core import engine_core as core
-from graphengine.host.plan import Plan
+from graphengine.host.step_plan import Plan
 from graphengine.kernels.logits.logprobs_mailbox import publish_logprobs
 from graphengine.program import logits_step as logits_step_module
 from graphengine.program.fields import host_updates

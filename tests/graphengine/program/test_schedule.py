@@ -9,7 +9,7 @@ from graphengine import Engine
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.observe.op_table import row_maker
 from graphengine.opening.allocation import graph_steps
-from graphengine.program.schedule import Schedule, record_schedule
+from graphengine.program.launch_lists import Schedule, record_schedule
 
 
 def schedule_of(engine: Engine) -> Schedule:

@@ -27,7 +27,7 @@ from extent import extent
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.buckets import StaticBuffers
 from graphengine.demo import checkpoint_path
-from graphengine.host.plan import Plan
+from graphengine.host.step_plan import Plan
 from graphengine.requests.processing import MASKS
 from graphengine.speculative import MTP, GateOptions, NGram, Speculative
 

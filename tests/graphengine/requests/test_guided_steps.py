@@ -30,7 +30,7 @@ from engines.speculation import DOT, Job, open_plain, open_speculating, outcome,
 from extent import extent
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.demo import checkpoint_path
-from graphengine.requests.guided import Guide, _hidden
+from graphengine.requests.grammars import Guide, _hidden
 from graphengine.speculative import (
     MTP,
     NGram,

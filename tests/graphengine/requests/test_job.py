@@ -8,7 +8,7 @@ import pytest
 
 from graphengine import Request
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
-from graphengine.requests.stops import Stops
+from graphengine.requests.stop_tokens import Stops
 
 STOPS = Stops(ids=(2, 5, 6), eos_ids=(2,), tokens=(5, 6), sequences=((8,), (7, 1), (1, 7, 1)))
 

@@ -21,7 +21,7 @@ from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.opening.allocation import graph_steps
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import Subject
-from graphengine.program.schedule import record_schedule
+from graphengine.program.launch_lists import record_schedule
 from launches.compilation import compile_launch, global_accesses
 
 POISONS = (0x5A, 0xA5)

@@ -9,14 +9,17 @@ import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.op import Op
-from graphengine.kernels.logits import prompt_rows as module
+from graphengine.kernels.logits import whole_vocabulary as module
 from graphengine.kernels.logits.logprobs import (
     LogprobTensors,
     RankedLogits,
     rank_logits,
     token_log_probabilities,
 )
-from graphengine.kernels.logits.prompt_rows import write_prompt_rows, write_prompt_rows_reference
+from graphengine.kernels.logits.whole_vocabulary import (
+    write_prompt_rows,
+    write_prompt_rows_reference,
+)
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,

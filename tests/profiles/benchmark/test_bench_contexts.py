@@ -14,7 +14,7 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import NoDrafter
-from graphengine.opening.budget import memory
+from graphengine.opening.budget import memory_plan as memory
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import context_rows
 from graphengine.profiles.benchmark.context_rows import (

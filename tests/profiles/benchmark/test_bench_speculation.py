@@ -17,7 +17,7 @@ from graphengine import DynamicTree, Engine, EngineConfig, SamplingParams
 from graphengine.drafters.block.drafter import BlockDrafter
 from graphengine.drafters.block.layers import usual_layers
 from graphengine.drafters.eagle3.module import Eagle3Module
-from graphengine.drafters.modules.eagle import EagleDrafter
+from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.drafters.mtp.layer import allocate_mtp_weights
 from graphengine.drafters.mtp.module import MtpModules
 from graphengine.profiles import bench

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphengine import SamplingParams
-from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.rings import WindowRing
 from graphengine.host.scheduler import Scheduler
+from graphengine.host.step_plan import Plan, PrefillChunk
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
 from graphengine.prompt_embeds import PromptTokens
@@ -27,7 +27,7 @@ from graphengine.requests.context import Context
 from graphengine.requests.job import Job
 from graphengine.requests.processing import Processing
 from graphengine.requests.request import Event, Request
-from graphengine.requests.stops import Stops
+from graphengine.requests.stop_tokens import Stops
 from graphengine.sessions import Session
 
 ALPHABET = 24

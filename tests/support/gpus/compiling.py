@@ -23,7 +23,7 @@ from graphengine import Engine
 from graphengine.kernels.core.devices import SHARED_BYTES, Device, assumed
 from graphengine.kernels.core.op import Op
 from graphengine.opening.allocation import graph_steps
-from graphengine.program.schedule import describe_launches
+from graphengine.program.launch_lists import describe_launches
 
 # Multiprocessors of a well-known GPU of each compute capability.
 PROCESSORS = {

@@ -29,7 +29,7 @@ from graphengine import Engine
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.op import Op
 from graphengine.opening.allocation import graph_steps
-from graphengine.program.schedule import record_schedule
+from graphengine.program.launch_lists import record_schedule
 
 
 def fingerprint(engine: Engine) -> dict[str, Any]:

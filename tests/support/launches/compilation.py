@@ -18,7 +18,7 @@ from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.kernels.core.triton_versions import OPTIONS
 from graphengine.opening.allocation import graph_steps
-from graphengine.program.schedule import record_schedule
+from graphengine.program.launch_lists import record_schedule
 
 _POINTERS = {
     torch.float16: "*fp16",

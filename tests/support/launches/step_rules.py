@@ -25,7 +25,7 @@ from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.kernels.core.pdl import EARLY
 from graphengine.models.contract import ModelConfig
 from graphengine.opening.adapters import adapter_sizes
-from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget.memory_plan import MemoryPlan, plan_memory
 from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.loading import read_checkpoint
 from graphengine.profiles.benchmark.engines import random_drafter, rounded_model

@@ -53,7 +53,7 @@ from engines.stream_drafters import (
 )
 from graphengine import Engine, PromptParts, Request
 from graphengine.drafters import FieldSizes
-from graphengine.drafters.modules import eagle
+from graphengine.drafters.modules import chain as eagle
 from graphengine.kernels.attention import reference
 from graphengine.options.draft_trees import Tree
 from graphengine.speculative import Eagle3, describe

@@ -23,7 +23,7 @@ from checkpoints.eagle3_heads import (
 from graphengine import EngineConfig
 from graphengine.drafters import make_drafter
 from graphengine.drafters.eagle3.reading import Eagle3Checkpoint, read_eagle3
-from graphengine.drafters.modules.eagle import EagleDrafter
+from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
 from graphengine.speculative import Eagle3

@@ -17,7 +17,7 @@ from checkpoints.bitsandbytes_weights import four_bit_tensors, int8_tensors
 from checkpoints.quantised_models import KINDS, save, write_model
 from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.readers import read_weight
 

@@ -36,7 +36,7 @@ from graphengine import Engine, Result, SamplingParams
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.writer import compressed_tensors
 from graphengine.options.draft_vocabulary import DraftVocabulary

@@ -27,7 +27,7 @@ from graphengine.drafters.head import head_bytes
 from graphengine.drafters.mtp.reading import read_mtp_config
 from graphengine.kernels.linear.packed import PackedWeight, pack, packed_form, select_rows
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.linears import WeightForms
 from graphengine.speculative import MTP
 from launches.quantised import FORMATS, random_quantised

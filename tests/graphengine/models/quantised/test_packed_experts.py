@@ -20,7 +20,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttentionWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
+from graphengine.models.checkpoints.destinations import destinations, load_weights, read_model
 from graphengine.models.decoder import DecoderWeights
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes
 from graphengine.drafters.modules.base import DraftModules, ModuleOutput
-from graphengine.drafters.modules.eagle import EagleDrafter
+from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.drafters.modules.tree_growth import GrowingModule, TreeGrowth
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.launches import DecodeLaunch
