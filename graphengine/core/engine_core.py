@@ -158,8 +158,10 @@ class EngineCore:
 
     def check_open(self) -> None:
         """Like `check_usable`; ValueError also while weights or KV cache are released."""
-        self.check_usable()
-        self.weights.check_there()
+        if self.closed or self.broken is not None or self.weights.released or self.weights.missing:
+            self.check_usable()
+            self.weights.check_there()
+        self.check_thread()
 
     def check_usable(self) -> None:
         """ValueError once closed; RuntimeError once broken, or if another thread owns it."""
@@ -170,10 +172,7 @@ class EngineCore:
         self.check_thread()
 
     def check_thread(self) -> None:
-        """Own the engine where nobody does, or its owner has ended.
-
-        RuntimeError while another thread owns it.
-        """
+        """Own the engine where no living thread does; RuntimeError while another one owns it."""
         owner = self._owner
         if owner is not None and owner.ident == threading.get_ident():
             return

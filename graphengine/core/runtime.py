@@ -58,6 +58,7 @@ from graphengine.opening.allocation import (
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.draft_updating import load_drafts
 from graphengine.opening.records import RecordMemory
+from graphengine.opening.releasable import ReleasableMemory
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
@@ -112,6 +113,8 @@ class Runtime(SlotOperations, Waits):
     """
 
     rank_times: RankTimes = OneRank()
+    # Only of an engine that can release it: one attribute more would make every step slower.
+    cache_memory: ReleasableMemory | None = None
 
     def __init__(
         self,
@@ -131,7 +134,9 @@ class Runtime(SlotOperations, Waits):
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program = held.caches, held.program
         self.state_checkpoints = held.state_checkpoints
-        self.adapters, self.cache_memory = held.adapters, held.cache_memory
+        self.adapters = held.adapters
+        if held.cache_memory is not None:
+            self.cache_memory = held.cache_memory
         self.stream = held.stream
         self._copies = self._watched = held.stream
         self.launched, self.data_room = 0, memory.load_bytes
@@ -471,7 +476,8 @@ class Runtime(SlotOperations, Waits):
         self.buffers.close()
         del self.graphs, self.captured, self.program, self.model, self.caches
         del self.state_checkpoints, self.adapters, self.masks, self.mailbox, self.logprobs
-        del self.routing, self.buffers, self.cache_memory
+        del self.routing, self.buffers
+        vars(self).pop("cache_memory", None)
 
 
 def _read_cache(cache: Tensor, index: Tensor) -> Tensor:

@@ -93,7 +93,12 @@ def candidate_plans(key: TuningKey, device: Device = H200) -> list[LinearPlan]:
         grid = _pipelined_dot_grid(key, heuristic, device)
     else:
         grid = _dot_grid(key, device)
-    return [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key, device)]
+    plans = [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key, device)]
+    if not plans:
+        # On a GPU with little shared memory.
+        fewer = (heuristic._replace(stages=count) for count in range(heuristic.stages - 1, 0, -1))
+        plans = [plan for plan in fewer if _is_valid(plan, key, device)]
+    return plans
 
 
 def _is_valid(plan: LinearPlan, key: TuningKey, device: Device) -> bool:
