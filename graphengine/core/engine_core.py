@@ -158,6 +158,7 @@ class EngineCore:
 
     def check_open(self) -> None:
         """Like `check_usable`; ValueError also while weights or KV cache are released."""
+        # Every step asks: the checks are called only if one of them will raise.
         if self.closed or self.broken is not None or self.weights.released or self.weights.missing:
             self.check_usable()
             self.weights.check_there()

@@ -35,6 +35,9 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 EARLY = 2
 """In place of True: the launch starts the next one before it has waited."""
 
+STARTS_EARLY = tl.constexpr(EARLY)
+"""A kernel's PDL where it does so."""
+
 
 def launch_options(pdl: bool | int) -> dict[str, bool | int]:
     """Keyword arguments of a kernel launch: its constexpr `PDL` and Triton's launch attribute.
@@ -54,10 +57,10 @@ def wait_for_inputs(PDL: tl.constexpr, OVERLAP: tl.constexpr = True):
     the SMs, whereas an early start fills the SMs that happen to have room.
     """
     if PDL:
-        if PDL == 2:
+        if PDL == STARTS_EARLY:
             gdc_launch_dependents()
         gdc_wait()
-        if OVERLAP and PDL != 2:
+        if OVERLAP and PDL != STARTS_EARLY:
             gdc_launch_dependents()
 
 

@@ -22,7 +22,13 @@ import triton.language as tl
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.pdl import launch_options, start_next, wait_for_inputs
+from graphengine.kernels.core.pdl import (
+    EARLY,
+    STARTS_EARLY,
+    launch_options,
+    start_next,
+    wait_for_inputs,
+)
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.lora.reference import lora_delta_reference
 from graphengine.kernels.lora.slots import LoraSlots
@@ -59,7 +65,7 @@ def lora_delta(
         return lora_delta_reference(call, slots, adapter_S, delta)
     inputs, K = slots.parts * slots.rank, call.x_NK.shape[1]
     between = delta.new_empty(lanes, inputs)
-    options = launch_options(call.launch.pdl)
+    options = launch_options(EARLY if starts_early and call.launch.pdl else call.launch.pdl)
     columns = triton.next_power_of_2(K)
     launcher(_shrink_lanes_kernel, (lanes, inputs))(
         call.x_NK,
@@ -77,7 +83,6 @@ def lora_delta(
         RANK=slots.rank,
         PARTS=slots.parts,
         BLOCK_K=columns,
-        STARTS_EARLY=starts_early,
         num_warps=min(16, max(4, columns // _WARP_COLUMNS)),
         **options,
     )
@@ -93,7 +98,6 @@ def lora_delta(
         PARTS=slots.parts,
         BLOCK_M=_BLOCK_M,
         BLOCK_R=triton.next_power_of_2(slots.rank),
-        STARTS_EARLY=starts_early,
         num_warps=4,
         **options,
     )
@@ -125,14 +129,13 @@ def _shrink_lanes_kernel(
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and row of A."""
     ROWS: tl.constexpr = PARTS * RANK
     lane, row = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    if STARTS_EARLY:
+    if PDL == STARTS_EARLY:
         start_next(PDL)
     else:
         wait_for_inputs(PDL)
@@ -142,8 +145,8 @@ def _shrink_lanes_kernel(
     down = tl.load(matrix_ptr + k, mask=(k < K) & adapted, other=0.0)
     scale_ptrs = scale_ptr + adapter * PARTS + row // RANK
     scale = tl.load(scale_ptrs, mask=adapted, other=0.0)
-    if STARTS_EARLY:
-        wait_for_inputs(PDL, OVERLAP=False)
+    if PDL == STARTS_EARLY:
+        wait_for_inputs(True, OVERLAP=False)
     if adapted:
         lane_ptr = x_ptr + lane.to(tl.int64) * x_stride
         x = tl.load(lane_ptr + k, mask=k < K, other=0.0).to(tl.float32)
@@ -168,14 +171,13 @@ def _expand_lanes_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_M weight rows."""
     lane = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
-    if STARTS_EARLY:
+    if PDL == STARTS_EARLY:
         start_next(PDL)
     else:
         wait_for_inputs(PDL)
@@ -184,8 +186,8 @@ def _expand_lanes_kernel(
     there = ((m < M) & (adapter >= 0))[:, None] & (r < RANK)[None, :]
     row_ptrs = up_ptr + (adapter.to(tl.int64) * M + m) * RANK
     up = tl.load(row_ptrs[:, None] + r[None, :], mask=there, other=0.0)
-    if STARTS_EARLY:
-        wait_for_inputs(PDL, OVERLAP=False)
+    if PDL == STARTS_EARLY:
+        wait_for_inputs(True, OVERLAP=False)
     of_part = between_ptr + lane * (PARTS * RANK) + part * RANK
     between = tl.load(of_part[:, None] + r[None, :], mask=there, other=0.0)
     y = tl.sum(up.to(tl.float32) * between, axis=1)

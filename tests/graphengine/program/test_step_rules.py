@@ -17,7 +17,7 @@ import triton.language as tl
 from engines.family_configs import CONFIGS, config_of
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.op import Op
-from graphengine.kernels.core.pdl import EARLY, start_next, wait_for_inputs
+from graphengine.kernels.core.pdl import EARLY, wait_for_inputs
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP, DFlash, Eagle3, NGram, Suffix
 from launches.step_rules import TorchCall, faults, record, steps_of
@@ -97,14 +97,6 @@ def _copy_kernel(slot_ptr, x_ptr, outputs, out_ptr, EARLY: tl.constexpr, PDL: tl
 
 
 @triton.jit
-def _early_kernel(slot_ptr, x_ptr, out_ptr, STARTS_EARLY: tl.constexpr, PDL: tl.constexpr):
-    if STARTS_EARLY:
-        start_next(PDL)
-    wait_for_inputs(PDL, OVERLAP=False)
-    tl.store(out_ptr, tl.load(x_ptr) + tl.load(slot_ptr))
-
-
-@triton.jit
 def _take_sums_kernel(slot_ptr, x_ptr, out_ptr, PDL: tl.constexpr):
     tl.store(out_ptr, tl.load(x_ptr) + tl.load(slot_ptr))
     wait_for_inputs(PDL, OVERLAP=False)
@@ -124,8 +116,7 @@ def op(x: torch.Tensor, out: torch.Tensor, **other: Any) -> Op:
 
 
 def starting_early(x: torch.Tensor, out: torch.Tensor) -> Op:
-    given = {"slot_ptr": tensor(torch.int32), "x_ptr": x, "out_ptr": out}
-    return Op(_early_kernel, (1,), {**given, "STARTS_EARLY": True, "PDL": True}, {}, pdl=True)
+    return op(x, out, PDL=EARLY)
 
 
 def storing_early(x: torch.Tensor, out: torch.Tensor) -> Op:
@@ -149,7 +140,6 @@ def test_planted_faults_are_found() -> None:
         ([op(x, y), starting_early(x, w), op(y, z, EARLY=1)], ["which a launch writes that may"]),
         ([op(x, y), starting_early(x, w), op(w, z, EARLY=1)], ["which a launch writes that may"]),
         ([op(x, y), starting_early(x, w), op(x, w), op(y, z, EARLY=1)], []),
-        ([op(x, y), op(x, w, PDL=EARLY), op(y, z, EARLY=1)], ["which a launch writes that may"]),
         ([op(x, y), op(x, z), op(y, x, EARLY=1)], []),
         ([op(x, y, EARLY=2)], ["writes out_ptr before it waits"]),
         ([op(x, y, EARLY=2, PDL=False)], []),

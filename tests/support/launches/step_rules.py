@@ -185,9 +185,7 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
 
 def _starts_early(op: Op) -> bool:
     """Whether a launch starts the next one before it waits."""
-    if op.arguments.get("STARTS_EARLY") or op.arguments.get("PDL") == EARLY:
-        return True
-    return op.name == STORES_EARLY
+    return op.name == STORES_EARLY or op.arguments.get("PDL") == EARLY
 
 
 def _forget(state: Checked, storages: set[int]) -> None:
