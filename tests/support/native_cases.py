@@ -21,6 +21,21 @@ CASES = {
         "test_on_a_gpu_graphs_hold_kernels_alone": 1,
         "test_tokens_are_those_without": 1,
     },
+    "tests/graphengine/drafters/eagle3/test_eagle3.py": {
+        "test_on_a_gpu_graphs_hold_kernels_alone": 1,
+        "test_tokens_are_those_without": 1,
+        "test_tokens_with_trees_are_those_without": 1,
+    },
+    "tests/graphengine/drafters/modules/test_trees.py": {
+        "test_every_depth_of_who_cannot_be_wrong_is_accepted": 1,
+        "test_the_first_path_is_a_chain": 1,
+    },
+    "tests/graphengine/drafters/mtp/test_layer.py": {
+        "test_decode_one_token_at_a_time": 2,
+    },
+    "tests/graphengine/drafters/suffix/test_suffix_drafts.py": {
+        "test_drafts_are_those_of_a_plain_search": 2,
+    },
     "tests/graphengine/drafters/test_chain_family.py": {
         "test_an_engine_of_one_row_drafts_as_well": 1,
     },
@@ -33,11 +48,6 @@ CASES = {
     },
     "tests/graphengine/drafters/test_drafts.py": {
         "test_all_drafts_of_who_cannot_be_wrong_are_accepted": 2,
-    },
-    "tests/graphengine/drafters/eagle3/test_eagle3.py": {
-        "test_on_a_gpu_graphs_hold_kernels_alone": 1,
-        "test_tokens_are_those_without": 1,
-        "test_tokens_with_trees_are_those_without": 1,
     },
     "tests/graphengine/drafters/test_speculation.py": {
         "test_a_drafter_at_the_end_of_the_table": 1,
@@ -69,13 +79,6 @@ CASES = {
         "test_relaxed_steps_are_those_of_a_plain_simulation": 2,
         "test_without_slack_relaxed_is_strict": 2,
     },
-    "tests/graphengine/drafters/suffix/test_suffix_drafts.py": {
-        "test_drafts_are_those_of_a_plain_search": 2,
-    },
-    "tests/graphengine/drafters/modules/test_trees.py": {
-        "test_every_depth_of_who_cannot_be_wrong_is_accepted": 1,
-        "test_the_first_path_is_a_chain": 1,
-    },
     "tests/graphengine/host/test_churn.py": {
         "test_contexts_of_all_lengths_get_the_tokens_they_get_alone": 1,
         "test_each_request_gets_the_tokens_it_gets_alone": 1,
@@ -84,6 +87,10 @@ CASES = {
     "tests/graphengine/models/quantised/test_gpu_engines.py": {
         "test_a_crowd_drafts_and_pauses_change_no_token": 1,
         "test_a_gpu_says_nearly_what_a_cpu_says": 2,
+    },
+    "tests/graphengine/models/test_dense_families.py": {
+        "test_logits_and_greedy_tokens": 8,
+        "test_neighbours_chunks_drafts_and_pauses_change_no_token": 5,
     },
     "tests/graphengine/models/test_experts.py": {
         "test_logits_and_greedy_tokens": 2,
@@ -109,12 +116,16 @@ CASES = {
         "test_logits_and_greedy_tokens": 1,
         "test_mxfp4_experts_on_a_gpu": 1,
     },
+    "tests/graphengine/models/test_head_sizes.py": {
+        "test_logits_and_greedy_tokens": 8,
+    },
     "tests/graphengine/models/test_hybrids.py": {
         "test_a_model_drafts_for_itself": 1,
         "test_a_session_goes_on": 1,
         "test_chunks_and_batches": 1,
         "test_drafts_change_no_token": 1,
         "test_drafts_of_which_some_are_right_change_no_token": 2,
+        "test_half_precision": 8,
         "test_half_precision_is_near_float32": 1,
         "test_half_precision_replays_what_it_computes_eagerly": 1,
         "test_logits_and_greedy_tokens": 2,
@@ -125,8 +136,9 @@ CASES = {
         "test_logits_and_greedy_tokens": 1,
         "test_records_are_transformers_own_routes_and_are_replayed": 2,
     },
-    "tests/graphengine/drafters/mtp/test_layer.py": {
-        "test_decode_one_token_at_a_time": 2,
+    "tests/graphengine/models/test_multimodal_rope.py": {
+        "test_neighbours_pauses_and_drafts_change_no_token": 3,
+        "test_tokens_after_pictures_are_those_of_transformers": 3,
     },
     "tests/graphengine/models/test_parity.py": {
         "test_batches_of_mixed_prompts": 4,
@@ -137,6 +149,12 @@ CASES = {
     },
     "tests/graphengine/models/test_prefill_kernels.py": {
         "test_a_turn_after_a_long_context_splits_its_keys": 1,
+    },
+    "tests/graphengine/models/test_published_configs.py": {
+        "test_shrunk_configs_say_what_transformers_does": 14,
+    },
+    "tests/graphengine/models/test_random_models.py": {
+        "test_logits_and_greedy_tokens": 12,
     },
     "tests/graphengine/models/test_routing.py": {
         "test_records_are_transformers_own_routes": 1,
@@ -197,9 +215,6 @@ CASES = {
     },
     "tests/graphengine/testing/test_planted_faults.py": {
         "test_a_planted_fault_is_caught_natively": 2,
-    },
-    "tests/profiles/test_planted.py": {
-        "test_planted_causes_are_found_on_a_gpu": 2,
     },
     "tests/kernels/attention/test_decode.py": {
         "test_a_lane_has_the_same_bits_anywhere": 1,
@@ -299,6 +314,7 @@ CASES = {
     "tests/kernels/linear/test_packed_chunk.py": {
         "test_a_gpu_gives_the_same_bits_at_every_number_of_lanes": 2,
         "test_a_gpu_matches_the_reference": 13,
+        "test_other_gpus_run_the_kernel_of_decode_natively": 16,
     },
     "tests/kernels/linear/test_packed_chunk_fp8.py": {
         "test_a_gpu_gives_the_same_bits_at_every_number_of_lanes": 1,
@@ -308,6 +324,9 @@ CASES = {
     },
     "tests/kernels/linear/test_packed_linear.py": {
         "test_a_gpu_gives_the_same_bits_at_every_number_of_lanes": 4,
+    },
+    "tests/kernels/lora/test_lora.py": {
+        "test_is_added_to_products": 8,
     },
     "tests/kernels/recurrent/test_mamba2.py": {
         "test_prefill_is_the_definition": 4,
@@ -319,6 +338,9 @@ CASES = {
     "tests/kernels/step/test_begin.py": {
         "test_bits_of_a_lane_do_not_depend_on_the_drafts": 4,
         "test_drafts_become_lanes": 1,
+    },
+    "tests/profiles/test_planted.py": {
+        "test_planted_causes_are_found_on_a_gpu": 2,
     },
 }
 """How many cases of a test are tried, by file and name."""
