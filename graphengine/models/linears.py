@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from graphengine.kernels.core.devices import H200, Device
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.plans import expert_plan
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedForm, PackedWeight
 from graphengine.kernels.linear.packed_cut import packed_plan
 from graphengine.kernels.linear.plans import (
-    USUAL_PROCESSORS,
     LinearKind,
     LinearPlan,
     RowFamily,
@@ -146,15 +146,15 @@ def heuristic_linear_plan(
     linear: Linear,
     dtype: torch.dtype,
     family: RowFamily,
-    processors: int = USUAL_PROCESSORS,
+    device: Device = H200,
 ) -> LinearPlan:
-    """The plan of a linear that no tuning table knows, on a GPU of `processors` multiprocessors."""
+    """The plan of a linear that no tuning table knows, on this GPU."""
+    shape = (linear.kind, linear.rows, linear.columns)
     if linear.experts:
-        return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family, linear.weight)
+        return expert_plan(*shape, dtype, family, linear.weight, device)
     if linear.weight is None:
-        shape = (linear.kind, linear.rows, linear.columns)
-        return heuristic_plan(*shape, dtype, family, processors)
-    return packed_plan(linear.weight, linear.rows, linear.columns, family, processors)
+        return heuristic_plan(*shape, dtype, family, device)
+    return packed_plan(linear.weight, linear.rows, linear.columns, family, device)
 
 
 class WeightForms(ByLinear[PackedForm]):

@@ -11,8 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.kernels.core.devices import H200, Device
 from graphengine.kernels.experts.packed.weights import step_columns
-from graphengine.kernels.linear.packed_cut import check_packed_plan, packed_plan
+from graphengine.kernels.linear.packed_cut import (
+    check_packed_plan,
+    fitting_plan,
+    packed_plan,
+)
 from graphengine.kernels.linear.plans import (
     FMA_THREAD_BYTES,
     LinearKind,
@@ -57,8 +62,9 @@ def expert_plan(
     dtype: torch.dtype,
     family: RowFamily,
     weight: WeightFormat | None = None,
+    device: Device = H200,
 ) -> LinearPlan:
-    """The decode plan for experts with weights [M, K] each.
+    """The decode plan for experts with weights [M, K] each, on this GPU.
 
     With the family `fma` the plan is still a `dot` plan in three cases: for `down`, where `tune`
     tries both; if not even two rows fit the registers of a program; and for packed
@@ -66,7 +72,7 @@ def expert_plan(
     """
     check_kind(kind, family)
     if weight is not None:
-        return _packed_plan(weight, M, K, family)
+        return _packed_plan(weight, M, K, family, device)
     if family == "fma" and kind != "residual":
         fma = _fma_plan(K, dtype)
         if fma is not None:
@@ -80,15 +86,17 @@ def expert_plan(
     return LinearPlan("dot", block_m=64, block_k=block_k, stages=4 if block_k > 64 else 6)
 
 
-def _packed_plan(weight: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
+def _packed_plan(
+    weight: WeightFormat, M: int, K: int, family: RowFamily, device: Device
+) -> LinearPlan:
     """For single pairs the programs of a linear of one lane. In `dot`, where blocks have several
     pairs, four times the rows, which share a block's inputs, and a quarter of the columns.
     """
-    plan = packed_plan(weight, M, K, "fma")
+    plan = packed_plan(weight, M, K, "fma", device)
     plan = plan._replace(family="dot", stages=min(plan.stages, _PACKED_STAGES))
     if family == "dot":
         plan = plan._replace(block_m=4 * plan.block_m, block_k=plan.block_k // 4)
-    return plan
+    return fitting_plan(plan, weight, K, DECODE_BLOCK, device)
 
 
 def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:

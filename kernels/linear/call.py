@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.kernels.core.devices import H200, device_of
 from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector
 from graphengine.kernels.core.launching import ALONE, Launch
 from graphengine.kernels.linear.packed import PackedWeight
@@ -80,10 +81,11 @@ class LinearCall(NamedTuple):
         if self.plan is not None:
             return self
         weight_MK, (M, K) = self.weight_MK, self.weight_MK.shape
+        device = device_of(self.x_NK) or H200
         if isinstance(weight_MK, torch.Tensor):
-            plan = heuristic_plan(kind, M, K, weight_MK.dtype, "dot")._replace(splits=1)
+            plan = heuristic_plan(kind, M, K, weight_MK.dtype, "dot", device)._replace(splits=1)
         else:
-            plan = packed_plan(weight_MK.format, M, K, "dot")
+            plan = packed_plan(weight_MK.format, M, K, "dot", device)
         return self._replace(plan=plan)
 
     def checked(self, kind: LinearKind) -> LinearCall:

@@ -6,18 +6,19 @@ a program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.core.devices import stages_that_fit
+from graphengine.kernels.core.devices import H200, Device, stages_that_fit
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.packed import BLOCK_ROWS, block_columns
 from graphengine.kernels.linear.plans import (
-    USUAL_PROCESSORS,
+    DOT_LANES,
+    FMA_LANES,
     LinearPlan,
     RowFamily,
     least_programs,
@@ -128,17 +129,61 @@ def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
 
 
 def packed_plan(
-    kind: WeightFormat, M: int, K: int, family: RowFamily, processors: int = USUAL_PROCESSORS
+    kind: WeightFormat, M: int, K: int, family: RowFamily, device: Device = H200
 ) -> LinearPlan:
-    """A plan for a weight that no tuning table knows, on this many multiprocessors."""
+    """A plan for a weight that no tuning table knows, on this GPU.
+
+    Tiles and scales fit the GPU's shared memory (`fitting_plan`).
+    """
     if family == "fma":
         block_m = BLOCK_ROWS
     else:
-        block_m = 64 if least_programs(processors) <= -(-M // 64) else 32
+        block_m = 64 if least_programs(device.processors) <= -(-M // 64) else 32
     plan = _plan_of_rows(kind, K, family, block_m)
     while _beside(plan, kind, K) > _RING_BYTES[family] // 2 and plan.block_m > BLOCK_ROWS:
         plan = _plan_of_rows(kind, K, family, plan.block_m // 2)
+    lanes = FMA_LANES if family == "fma" else DOT_LANES
+    return fitting_plan(plan, kind, K, lanes, device)
+
+
+def fitting_plan(
+    plan: LinearPlan, kind: WeightFormat, K: int, lanes: int, device: Device
+) -> LinearPlan:
+    """The plan itself, or a smaller one that fits a program of these lanes.
+
+    It has fewer stages, and where not even two fit, fewer rows, then warps, then columns. If none
+    fits, it is the smallest: its launch is an error.
+    """
+
+    def fits(plan: LinearPlan) -> bool:
+        taken = packed_bytes(plan, kind, K, lanes, kind.usual_scale_bytes)
+        return taken <= device.shared_bytes
+
+    for smaller in _smaller_plans(plan, kind):
+        plan = smaller
+        if fits(plan._replace(stages=2)):
+            break
+    while plan.stages > 2 and not fits(plan):
+        plan = plan._replace(stages=plan.stages - 1)
     return plan
+
+
+def _smaller_plans(plan: LinearPlan, kind: WeightFormat) -> Iterator[LinearPlan]:
+    """The plan, then others of which each takes less shared memory."""
+    least = max(LEAST_STREAM, block_columns(kind))
+    while True:
+        yield plan
+        parts = streams(plan)
+        if plan.block_m > BLOCK_ROWS:
+            fewer = plan._replace(block_m=plan.block_m // 2)
+            plan = fewer._replace(block_k=plan.block_k * streams(fewer) // parts)
+        elif plan.warps > 1:
+            # Shorter streams first would repeat factors more often.
+            plan = plan._replace(warps=plan.warps // 2, block_k=plan.block_k // 2)
+        elif plan.block_k > parts * least:
+            plan = plan._replace(block_k=plan.block_k // 2)
+        else:
+            return
 
 
 def _plan_of_rows(kind: WeightFormat, K: int, family: RowFamily, block_m: int) -> LinearPlan:
@@ -184,6 +229,16 @@ def group_bytes(plan: LinearPlan, kind: WeightFormat, K: int, scale: int = 0) ->
     of_groups = values(kind.columns) * (scale * (1 + kind.has_minimums) + kind.has_zeros)
     factors = values(kind.block) * 2 * (1 + kind.has_minimums) if kind.block else 0
     return of_groups + factors
+
+
+def packed_bytes(plan: LinearPlan, kind: WeightFormat, K: int, lanes: int, scale: int) -> int:
+    """Bytes of shared memory of a program with a packed weight: the tiles' codes, their inputs for
+    `lanes` lanes, and all scales, of `scale` bytes, with what is beside them.
+    """
+    tiles = -(-K // (plan.block_k * plan.splits))
+    held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else DOT_LANES
+    ring = plan.block_k * (plan.block_m * kind.bits // 8 + 2 * held)
+    return int(min(max(2, plan.stages), tiles) * ring + group_bytes(plan, kind, K, scale))
 
 
 def new_cut(

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from graphengine.kernels.core.devices import H200
+from graphengine.kernels.core.devices import H200, Device
 
 RowFamily = Literal["fma", "dot"]
 LinearKind = Literal["store", "swiglu", "residual", "sample"]
@@ -23,11 +23,11 @@ LONG_SPLIT_BYTES = 512
 FMA_LANES = 2
 """Most lanes that the kernels of the `fma` family take."""
 
+DOT_LANES = 32
+"""Most lanes of a program of the `dot` family."""
+
 FMA_TOKENS = 4096
 """The longest requests, in tokens, for which engines choose `fma` by default."""
-
-USUAL_PROCESSORS = H200.processors
-"""Multiprocessors of the GPU that heuristics were found on."""
 
 FMA_THREAD_BYTES = 96 * 4
 """Most bytes of weights that an `fma` plan gives a thread: they fill 96 of its registers."""
@@ -98,10 +98,14 @@ def heuristic_plan(
     K: int,
     dtype: torch.dtype,
     family: RowFamily,
-    processors: int = USUAL_PROCESSORS,
+    device: Device = H200,
 ) -> LinearPlan:
-    """A plan for a weight [M, K] that no tuning table knows, on this many multiprocessors."""
+    """A plan for a weight [M, K] that no tuning table knows, on this GPU.
+
+    Where its tiles do not fit the GPU's shared memory it has fewer stages, which change no bit.
+    """
     check_kind(kind, family)
+    processors = device.processors
     if family == "fma":
         return _fma_plan(kind, M, K, dtype, processors)
     if dtype == torch.float32:
@@ -110,7 +114,7 @@ def heuristic_plan(
     # An odd multiple of 64 needs no masks in tiles of 64.
     block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
     if kind == "sample":
-        return _dot_sample_plan(M, block_k, processors)
+        return _fitting(_dot_sample_plan(M, block_k, processors), dtype, device)
     least, rows = least_programs(processors), 2 if kind == "swiglu" else 1
     most_splits = 4 if K >= 2048 else 1
     # Each program reads all inputs: the more outputs it has, the less that costs.
@@ -119,7 +123,19 @@ def heuristic_plan(
     splits = 1
     while splits < most_splits and tiles * splits < least:
         splits *= 2
-    return LinearPlan("dot", rows * outputs, block_k, splits, stages=5)
+    return _fitting(LinearPlan("dot", rows * outputs, block_k, splits, stages=5), dtype, device)
+
+
+def dot_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
+    """Bytes of shared memory of the `dot` loop's tiles, with the inputs of two tiles of lanes."""
+    return plan.stages * (plan.block_m + DOT_LANES) * plan.block_k * dtype.itemsize
+
+
+def _fitting(plan: LinearPlan, dtype: torch.dtype, device: Device) -> LinearPlan:
+    """The plan with as many stages as fit, and at least two."""
+    while plan.stages > 2 and dot_bytes(plan, dtype) > device.shared_bytes:
+        plan = plan._replace(stages=plan.stages - 1)
+    return plan
 
 
 def _dot_sample_plan(M: int, block_k: int, processors: int) -> LinearPlan:

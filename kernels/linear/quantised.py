@@ -75,6 +75,20 @@ class WeightFormat(NamedTuple):
         """Bits of a code."""
         return CODES[self.code].bits
 
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a group's scale, at most."""
+        if self.block:
+            return 1
+        kinds = [kind for kind in KINDS.values() if kind.code.name == self.code]
+        return max(scale.itemsize for kind in kinds for scale in kind.scales)
+
+    @property
+    def usual_scale_bytes(self) -> int:
+        """Bytes of a group's scale in most checkpoints."""
+        # Groups of 16 integers are those of GGUF files, which become products in float32.
+        return self.scale_bytes if 0 < self.columns < 32 else min(2, self.scale_bytes)
+
     def groups(self, M: int, K: int) -> tuple[int, int]:
         """Shape of the scales of a weight [M, K]."""
         return -(-M // (self.rows or M)), -(-K // (self.columns or K))

@@ -12,7 +12,8 @@ import triton
 
 from graphengine.kernels.core.devices import H200, Device
 from graphengine.kernels.linear.gluon import linear_gluon
-from graphengine.kernels.linear.plans import LinearPlan, RowFamily
+from graphengine.kernels.linear.packed_cut import packed_bytes
+from graphengine.kernels.linear.plans import LinearPlan, RowFamily, dot_bytes
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan
@@ -82,7 +83,7 @@ def candidate_plans(key: TuningKey, device: Device = H200) -> list[LinearPlan]:
 
     For other GPUs the grid is adapted to their multiprocessors and their shared memory.
     """
-    heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family, device.processors)
+    heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family, device)
     if key.weight is not None:
         grid = _packed_grid(key, key.weight, device)
     elif key.expert:
@@ -93,12 +94,7 @@ def candidate_plans(key: TuningKey, device: Device = H200) -> list[LinearPlan]:
         grid = _pipelined_dot_grid(key, heuristic, device)
     else:
         grid = _dot_grid(key, device)
-    plans = [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key, device)]
-    if not plans:
-        # On a GPU with little shared memory.
-        fewer = (heuristic._replace(stages=count) for count in range(heuristic.stages - 1, 0, -1))
-        plans = [plan for plan in fewer if _is_valid(plan, key, device)]
-    return plans
+    return [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key, device)]
 
 
 def _is_valid(plan: LinearPlan, key: TuningKey, device: Device) -> bool:
@@ -155,8 +151,7 @@ def _packed_grid(key: TuningKey, weight: WeightFormat, device: Device) -> Iterat
         busy = tile_bytes >= 2048 * warps
         if even and busy and 16384 <= flight <= 65536 and block_k < 2 * key.K:
             lanes = 1 if fma and not key.expert else 8
-            room = plan_limits.packed_shared_bytes(plan, key.K, weight, lanes)
-            if room <= shared:
+            if packed_bytes(plan, weight, key.K, lanes, weight.scale_bytes) <= shared:
                 yield plan
 
 
@@ -171,7 +166,7 @@ def _expert_grid(key: TuningKey, heuristic: LinearPlan, device: Device) -> Itera
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, stages=stages, warps=warps)
         long = triton.cdiv(key.K, block_k) >= stages - 1
         busy = warps == 4 or block_m >= 64
-        if long and busy and plan_limits.shared_bytes(plan, key.dtype) <= _dot_shared(device):
+        if long and busy and dot_bytes(plan, key.dtype) <= _dot_shared(device):
             yield plan
 
 
@@ -205,7 +200,7 @@ def _dot_grid(key: TuningKey, device: Device) -> Iterator[LinearPlan]:
             continue
         even = splits == 1 or key.K % (block_k * splits) == 0
         long = triton.cdiv(key.K, block_k * splits) >= stages - 1
-        room = plan_limits.shared_bytes(plan, key.dtype)
+        room = dot_bytes(plan, key.dtype)
         # With fewer rows, 8 warps would have one instruction each.
         busy = warps == 4 or plan.block_m >= 128
         if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= _dot_shared(device):
@@ -232,6 +227,6 @@ def _pipelined_dot_grid(
             continue
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, splits=splits, stages=stages)
         long = triton.cdiv(K, block_k * splits) >= stages - 1
-        if long and plan_limits.shared_bytes(plan, key.dtype) <= _dot_shared(device):
+        if long and dot_bytes(plan, key.dtype) <= _dot_shared(device):
             yield plan
             yield plan._replace(overlap=False)

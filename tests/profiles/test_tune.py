@@ -21,8 +21,14 @@ from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.epilogues import Epilogue, SampleTiles
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.kernels.linear.packed_cut import packed_plan
-from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily, heuristic_plan
+from graphengine.kernels.linear.packed_cut import packed_bytes, packed_plan
+from graphengine.kernels.linear.plans import (
+    LinearKind,
+    LinearPlan,
+    RowFamily,
+    dot_bytes,
+    heuristic_plan,
+)
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
@@ -106,7 +112,7 @@ def test_every_candidate_is_valid(key: TuningKey) -> None:
             assert 12 <= registers <= 96
             assert plan.block_m >= (4 if key.kind == "sample" else 1)
         else:
-            assert plan_limits.shared_bytes(plan, key.dtype) <= candidates.DOT_SHARED_BYTES
+            assert dot_bytes(plan, key.dtype) <= candidates.DOT_SHARED_BYTES
             assert plan.splits == 1 or key.K % (plan.block_k * plan.splits) == 0
             assert -(-tiles // plan.splits) >= plan.stages - 1
 
@@ -124,7 +130,7 @@ def test_packed_weights_have_many_plans(
     assert heuristic == packed_plan(weight, M, K, family) and len(others) > 5
     lanes = 1 if family == "fma" else 8
     for plan in others:
-        assert plan_limits.packed_shared_bytes(plan, K, weight, lanes) <= 200 * 1024
+        assert packed_bytes(plan, weight, K, lanes, weight.scale_bytes) <= 200 * 1024
         assert -(-M // plan.block_m) * plan.splits >= 90
         assert kind != "sample" or plan.splits == 1
     assert len({plan.block_m for plan in others}) >= (1 if kind == "sample" else 2)
@@ -142,7 +148,9 @@ def test_packed_experts_have_many_plans(family: RowFamily, M: int, K: int) -> No
     for plan in others:
         assert plan.family == "dot" and plan.splits == 1
         assert plan.stages <= max(2, -(-K // plan.block_k))
-        assert plan_limits.packed_shared_bytes(plan, K, weight, 8) <= candidates.PACKED_SHARED_BYTES
+        assert (
+            packed_bytes(plan, weight, K, 8, weight.scale_bytes) <= candidates.PACKED_SHARED_BYTES
+        )
     assert len({plan.block_m for plan in others}) >= 3
 
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch
 
-from graphengine.kernels.core.devices import device_of
-from graphengine.kernels.linear.plans import USUAL_PROCESSORS, LinearPlan, RowFamily
+from graphengine.kernels.core.devices import H200, Device, device_of
+from graphengine.kernels.linear.plans import LinearPlan, RowFamily
 from graphengine.models.linears import ByLinear, LinearPlans, Linears, heuristic_linear_plan
 from graphengine.models.plans.tuning_tables import (
     Table,
@@ -74,13 +74,12 @@ def choose_plans(
         "user": read_user_table(gpu),
         "shipped": shipped_table(gpu),
     }
-    found = device_of(torch.device(device))
-    processors = USUAL_PROCESSORS if found is None else found.processors
+    found = device_of(torch.device(device)) or H200
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
         key = TuningKey.of(linear, family, dtype)
-        plans[name], sources[name] = choose_plan(key, tables, processors)
+        plans[name], sources[name] = choose_plan(key, tables, found)
     chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type == "cuda":
         missing = (
@@ -99,15 +98,13 @@ def choose_plans(
 
 
 def choose_plan(
-    key: TuningKey, tables: Mapping[PlanSource, Table], processors: int = USUAL_PROCESSORS
+    key: TuningKey, tables: Mapping[PlanSource, Table], device: Device = H200
 ) -> tuple[LinearPlan, PlanSource]:
-    """The plan of the first table that knows the weight, else the heuristic for a GPU with
-    `processors` multiprocessors.
-    """
+    """The plan of the first table that knows the weight, else the heuristic for this GPU."""
     for source, table in tables.items():
         if key in table:
             return table[key].plan, source
-    return heuristic_linear_plan(key.linear, key.dtype, key.family, processors), "heuristic"
+    return heuristic_linear_plan(key.linear, key.dtype, key.family, device), "heuristic"
 
 
 def numerics_id(

@@ -6,8 +6,14 @@ import torch
 
 from graphengine.kernels.core.devices import H200
 from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
-from graphengine.kernels.linear.packed_cut import check_packed_plan, group_bytes
-from graphengine.kernels.linear.plans import FMA_LANES, LinearKind, LinearPlan
+from graphengine.kernels.linear.packed_cut import check_packed_plan, packed_bytes
+from graphengine.kernels.linear.plans import (
+    DOT_LANES,
+    FMA_LANES,
+    LinearKind,
+    LinearPlan,
+    dot_bytes,
+)
 from graphengine.kernels.linear.quantised import WeightFormat
 
 MAX_WEIGHT_REGISTERS = 255
@@ -26,10 +32,6 @@ _BLOCK_M = {"fma": (1, 16), "dot": (16, 256), "packed": (16, 256)}
 _BLOCK_K = (16, 8192)
 _WARPS = (1, 16)
 _STAGES = (1, 8)
-# Lanes of a program; their inputs share its memory with the weights.
-_LANES = 32
-# Bytes of a group's scale, at most.
-_SCALE_BYTES = 4
 
 
 def check_plan(
@@ -74,7 +76,7 @@ def check_plan(
             "by itself, and parts of that size are not in the memory budget"
         )
     if weight is not None:
-        lanes = DECODE_BLOCK if expert else FMA_LANES if plan.family == "fma" else _LANES
+        lanes = DECODE_BLOCK if expert else FMA_LANES if plan.family == "fma" else DOT_LANES
         _check_packed(plan, K, weight, lanes, most_shared)
     elif plan.family == "fma":
         _check_fma(plan, K, dtype)
@@ -89,7 +91,7 @@ def _check_packed(
     if plan.family == "fma" and plan.splits > 1:
         raise ValueError(f"splits={plan.splits} must be 1 in fma")
     _check_splits(plan, K)
-    shared = packed_shared_bytes(plan, K, weight, lanes)
+    shared = packed_bytes(plan, weight, K, lanes, weight.scale_bytes)
     if shared > most_shared:
         raise ValueError(
             f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} in "
@@ -123,7 +125,7 @@ def _check_splits(plan: LinearPlan, K: int) -> None:
 
 def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype, most_shared: int) -> None:
     _check_splits(plan, K)
-    shared = shared_bytes(plan, dtype)
+    shared = dot_bytes(plan, dtype)
     if shared > most_shared:
         raise ValueError(
             f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} take "
@@ -136,19 +138,3 @@ def weight_registers(plan: LinearPlan, K: int, dtype: torch.dtype) -> int:
     tiles = -(-K // plan.block_k)
     held = plan.block_m * plan.block_k * tiles * dtype.itemsize
     return -(-held // (4 * 32 * plan.warps))
-
-
-def shared_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
-    """Bytes of shared memory of the `dot` loop's tiles, for two tiles of 16 lanes."""
-    return plan.stages * (plan.block_m + _LANES) * plan.block_k * dtype.itemsize
-
-
-def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> int:
-    """Bytes of shared memory of a program with a packed weight: the tiles' codes, their inputs for
-    `lanes` lanes, and all scales and zero points.
-    """
-    tiles = -(-K // (plan.block_k * plan.splits))
-    held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else _LANES
-    ring = plan.block_k * (plan.block_m * weight.bits // 8 + 2 * held)
-    groups = group_bytes(plan, weight, K, _SCALE_BYTES)
-    return int(min(max(2, plan.stages), tiles) * ring + groups)

@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.core.devices import processors_of
+from graphengine.kernels.core.devices import H200, device_of, processors_of
 from graphengine.kernels.core.dispatch import use_gluon, use_wgmma
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
@@ -143,7 +143,7 @@ def decode_chunk(
     Programs that read the same weights for different lanes run together, so weights are read from
     memory about once.
     """
-    plan = packed_plan(weight.format, *weight.shape, "dot", processors_of(x_NK))
+    plan = packed_plan(weight.format, *weight.shape, "dot", device_of(x_NK) or H200)
     live = torch.zeros(len(x_NK), dtype=torch.int32, device=x_NK.device)
     call = LinearCall(x_NK, weight, live, bias=bias, delta_NM=delta, plan=plan)
     launch_linear(call, Targets(out=out, gate=gate_code(swiglu)))

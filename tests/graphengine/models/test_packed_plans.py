@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from graphengine.kernels.linear.packed_cut import packed_bytes
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.linears import Linear, LinearPlans
 from graphengine.models.plans.choosing import choose_plan, numerics_id
-from graphengine.models.plans.plan_limits import packed_shared_bytes
 from graphengine.models.plans.tuning_tables import TunedPlan, TuningKey
 from launches.tuning_cases import BF16
 
@@ -49,7 +49,7 @@ def test_shared_memory_of_a_packed_weight(weight: WeightFormat, groups: int) -> 
     """Three tiles of 256 columns, of 64 rows in few bits and 8 lanes in 16, and the scales."""
     plan = LinearPlan("dot", 64, 256, splits=2, stages=3, warps=4)
     ring = 3 * 256 * (64 * weight.bits // 8 + 8 * 2)
-    assert packed_shared_bytes(plan, 4096, weight, 8) == ring + groups
+    assert packed_bytes(plan, weight, 4096, 8, weight.scale_bytes) == ring + groups
 
 
 def test_numerics_know_how_many_columns_a_stream_of_a_packed_weight_has() -> None:

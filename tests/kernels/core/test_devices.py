@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -155,8 +157,12 @@ def test_splits_of_decode_attention_fit() -> None:
 
 def test_heuristics_count_multiprocessors() -> None:
     """64 programs of whole rows fill a GPU of 82; for one of 132 each is split."""
-    splits = {n: heuristic_plan("store", 4096, 4096, BF16, "dot", n).splits for n in (16, 82, 132)}
+    gpus = {count: replace(H200, processors=count) for count in (16, 82, 132)}
+    splits = {
+        count: heuristic_plan("store", 4096, 4096, BF16, "dot", gpu).splits
+        for count, gpu in gpus.items()
+    }
     assert splits == {16: 1, 82: 1, 132: 2}
     assert heuristic_plan("store", 4096, 4096, BF16, "dot") == heuristic_plan(
-        "store", 4096, 4096, BF16, "dot", 132
+        "store", 4096, 4096, BF16, "dot", gpus[132]
     )
