@@ -45,7 +45,7 @@ def test_they_are_those_of_transformers(
             run(engine)
             with torch.no_grad():
                 logits = oracle.model(torch.tensor([prompt])).logits[0]
-            # Logits of 20 differ by a few units in the last place, 2e-6, where sums have another order.
+            # Sums of another order: logits of 20 differ by a few units in the last place, 2e-6.
             torch.testing.assert_close(rows.cpu(), logits.log_softmax(1), rtol=2e-6, atol=2e-5)
             assert (rows._base[:, len(rows[0]) :] == UNTOUCHED).all()  # type: ignore[index]
             assert_consistent(request, rows)
