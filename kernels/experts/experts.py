@@ -1,7 +1,7 @@
 """Products of a mixture of experts with the experts that `router.route` has chosen.
 
-    expert_inner       a = silu(gate x) * up x of each pair of lane and expert, or max(up x, 0)**2
-                       for experts without gates
+    expert_inner       a = silu(gate x) * up x of each pair of lane and expert, or with another
+                       `Gating`, or max(up x, 0)**2 for experts without gates
     expert_residual    residual += sum over a lane's experts of weight * down a; for decode
     expert_part        that sum alone; for decode where it is a part of a larger one
     expert_sum         that sum alone; for prefill
@@ -49,7 +49,7 @@ from graphengine.kernels.linear.residual import (
     check_residual,
     check_squares,
 )
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import Gating
 
 
 def expert_inner(
@@ -62,7 +62,7 @@ def expert_inner(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias_EM: torch.Tensor | None = None,
-    clamped: ClampedSwiglu | None = None,
+    gating: Gating = "silu",
     gated: bool = True,
     grouping: Grouping | None = None,
     held: range | None = None,
@@ -80,7 +80,7 @@ def expert_inner(
         tile: how the weights are cut; in decode a `LinearPlan`.
         squares_TN, eps: as in `linear`; without them x is already normed.
         bias_EM: dense, in the weight's dtype, added after the division by rms.
-        clamped: replaces silu(gate) * up.
+        gating: replaces silu(gate) * up.
         gated: whether the weight has gates, then ups; False: it has ups alone.
         grouping: that of `routes`, in blocks that fit the tile; None: pair by pair, in decode.
         held: the ids of the experts whose weights and biases these are, in order; None: all.
@@ -95,8 +95,8 @@ def expert_inner(
     check_rows(x_NH=x_NH)
     lanes, hidden = x_NH.shape
     rows = _check_weight(weight_EMH, x_NH, hidden, swiglu=gated)
-    if clamped is not None and not gated:
-        raise ValueError(f"experts without gates have no {clamped}")
+    if gating != "silu" and not gated:
+        raise ValueError(f"experts without gates have no {gating=}")
     if gated and rows % 2:
         raise ValueError(f"experts need as many gate rows as up rows, not {rows} rows in all")
     _check_bias(bias_EM, weight_EMH, x_NH.dtype)
@@ -115,12 +115,12 @@ def expert_inner(
             eps=eps,
             activation="swiglu" if gated else "squared_relu",
             bias_EM=bias_EM,
-            clamped=clamped,
+            gating=gating,
             held=held,
             out=out,
         )
     product = PairProduct(x_NH, weight_EMH, bias_EM, slot_N, routes, grouping, held, pdl)
-    launch_inner(product, ActivationArgs(squares_TN, eps, clamped, gated), tile, out)
+    launch_inner(product, ActivationArgs(squares_TN, eps, gating, gated), tile, out)
     return out
 
 

@@ -15,7 +15,7 @@ from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import held_options
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.router import Routes
-from graphengine.kernels.norm_rope.activation import UNGATED_LIMIT, ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import UNGATED_LIMIT, Gating, gating_constants
 
 ExpertWeight = torch.Tensor | PackedExperts
 
@@ -72,19 +72,16 @@ class ActivationArgs(NamedTuple):
     squares_TN: torch.Tensor | None = None
     """Sums of squares of the inputs, by whose rms the product is divided; None: they are normed."""
     eps: float = 0.0
-    clamped: ClampedSwiglu | None = None
+    gating: Gating = "silu"
     gated: bool = True
     """Whether there are gates; without them ups go through a squared ReLU."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Constexprs of a kernel."""
-        limit = 0.0 if self.clamped is None else self.clamped.limit
-        return {
-            "GROUPS": 0 if self.squares_TN is None else len(self.squares_TN),
-            "LIMIT": limit if self.gated else UNGATED_LIMIT,
-            "SLOPE": 0.0 if self.clamped is None else self.clamped.slope,
-        }
+        ungated = {} if self.gated else {"LIMIT": UNGATED_LIMIT}
+        groups = 0 if self.squares_TN is None else len(self.squares_TN)
+        return {"GROUPS": groups, **gating_constants(self.gating), **ungated}
 
 
 NO_ACTIVATION = ActivationArgs()

@@ -15,7 +15,7 @@ from graphengine.kernels.experts.held import places_of
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.reference import matmul_groups, sum_in_order
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu, gated_reference
+from graphengine.kernels.norm_rope.activation import Gating, gated_reference
 
 
 def expert_product_reference(
@@ -28,7 +28,7 @@ def expert_product_reference(
     eps: float = 0.0,
     activation: Literal["swiglu", "squared_relu"] | None = None,
     bias_EM: torch.Tensor | None = None,
-    clamped: ClampedSwiglu | None = None,
+    gating: Gating = "silu",
     held: range | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
@@ -53,7 +53,7 @@ def expert_product_reference(
             y = y + bias_EM[expert].float()
         if activation == "swiglu":
             gate, up = y.chunk(2, dim=1)
-            y = gated_reference(gate, up, clamped)
+            y = gated_reference(gate, up, gating)
         elif activation is not None:
             y = y.relu().square()
         out[part] = y.to(out.dtype)

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes, sum_rows
+from graphengine.kernels.core.lanes import (
+    check_lanes,
+    check_vector,
+    check_weight,
+    live_lanes,
+    sum_rows,
+)
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
@@ -93,6 +99,7 @@ def route(
     router: Router,
     *,
     correction_E: torch.Tensor | None = None,
+    factor_E: torch.Tensor | None = None,
     given_Nk: torch.Tensor | None = None,
     expert_Nk: torch.Tensor | None = None,
     pdl: bool = False,
@@ -103,11 +110,12 @@ def route(
         logits_NE: float32, dense rows, any stride between them.
         slot_N: int32, -1 = padded lane.
         correction_E: float32, added to the scores for the choice, but not to the weights.
+        factor_E: any float dtype, what each expert's weight is multiplied by at the end.
         given_Nk: int32, replaces the choice: a lane whose first id is not -1 takes these ids,
             different ones in [0, E), in this order. Their weights follow from the lane's own
             logits, as if they had been chosen.
         expert_Nk: int32, receives the ids; None: they go into a new tensor.
-        pdl: the launch before may still run; it does not write the correction.
+        pdl: the launch before may still run; it writes neither correction nor factors.
 
     Returns:
         New tensors (`expert_Nk` if given); padded lanes are not written. A lane's bits do not
@@ -123,10 +131,18 @@ def route(
             f"{tuple(logits_NE.shape)} with strides {logits_NE.stride()}"
         )
     lanes, experts = logits_NE.shape
-    routes = check_route(lanes, experts, slot_N, router, correction_E, given_Nk, expert_Nk)
+    routes = check_route(
+        lanes, experts, slot_N, router, correction_E, factor_E, given_Nk, expert_Nk
+    )
     if not use_triton(logits_NE):
         return route_reference(
-            logits_NE, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
+            logits_NE,
+            slot_N,
+            router,
+            correction_E=correction_E,
+            factor_E=factor_E,
+            given_Nk=given_Nk,
+            out=routes,
         )
     launcher(_route_kernel, (lanes,))(
         logits_NE,
@@ -135,6 +151,7 @@ def route(
         routes.expert,
         routes.weight,
         given_Nk,
+        factor_E,
         logits_NE.stride(0),
         router.scale,
         BLOCK_K=triton.next_power_of_2(router.top_k),
@@ -166,6 +183,7 @@ def check_route(
     slot_N: torch.Tensor,
     router: Router,
     correction_E: torch.Tensor | None,
+    factor_E: torch.Tensor | None,
     given_Nk: torch.Tensor | None,
     expert_Nk: torch.Tensor | None,
 ) -> Routes:
@@ -178,6 +196,8 @@ def check_route(
         check_vector("correction_E", correction_E, experts, torch.float32)
         if router.scores == "softmax_of_chosen":
             raise ValueError("a correction is of scores, and softmax_of_chosen has none of all")
+    if factor_E is not None:
+        check_weight("factor_E", factor_E, experts)
     for name, ids in (("given", given_Nk), ("expert", expert_Nk)):
         if ids is not None:
             check_vector(name, ids.view(-1), lanes * router.top_k, torch.int32)
@@ -194,6 +214,7 @@ def _route_kernel(
     expert_ptr,
     weight_ptr,
     given_ptr,
+    factor_ptr,
     logits_stride,
     scale,
     E: tl.constexpr,
@@ -226,6 +247,7 @@ def _route_kernel(
         expert_ptr,
         weight_ptr,
         given_ptr,
+        factor_ptr,
         scale,
         E,
         BLOCK_E,
@@ -249,6 +271,7 @@ def choose(
     expert_ptr,
     weight_ptr,
     given_ptr,
+    factor_ptr,
     scale,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -312,6 +335,9 @@ def choose(
     elif LEAST_SUM > 0:
         weights = weights / (_sum_of_weights(weights, rank, TOP_K) + LEAST_SUM)
     weights = weights * scale
+    if factor_ptr is not None:
+        factors = tl.load(factor_ptr + chosen, mask=rank < TOP_K, other=0.0)
+        weights = weights * factors.to(tl.float32)
     at = lane * TOP_K + rank
     tl.store(expert_ptr + at, chosen, mask=rank < TOP_K)
     tl.store(weight_ptr + at, weights, mask=rank < TOP_K)
@@ -381,6 +407,7 @@ def route_reference(
     router: Router,
     *,
     correction_E: torch.Tensor | None = None,
+    factor_E: torch.Tensor | None = None,
     given_Nk: torch.Tensor | None = None,
     out: Routes | None = None,
 ) -> Routes:
@@ -428,7 +455,8 @@ def route_reference(
     elif router.normalised:
         weights = weights / (_sum_of_ranks(weights) + router.least_sum)[:, None]
     out.expert[live] = chosen.int()
-    out.weight[live] = weights * router.scale
+    weights = weights * router.scale
+    out.weight[live] = weights if factor_E is None else weights * factor_E.float()[chosen]
     return out
 
 

@@ -51,6 +51,7 @@ def route_product(
     eps: float = 0.0,
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
+    factor_E: torch.Tensor | None = None,
     given_Nk: torch.Tensor | None = None,
     expert_Nk: torch.Tensor | None = None,
     pdl: bool = False,
@@ -63,7 +64,8 @@ def route_product(
         arrivals: int32, at least N zeros, which are zeros again afterwards. None: only on a CPU.
         squares_TN, eps: as in `linear`; without them x is already normed.
         bias_E: bias of the product, in the weight's dtype.
-        pdl: the launch before may still run; it writes neither weight nor bias nor correction.
+        pdl: the launch before may still run; it writes neither weight nor bias nor correction nor
+            factors.
         The others as in `route`.
 
     Returns:
@@ -72,7 +74,9 @@ def route_product(
     """
     experts = _check_product(x_NH, gate_EH)
     lanes, hidden = x_NH.shape
-    routes = check_route(lanes, experts, slot_N, router, correction_E, given_Nk, expert_Nk)
+    routes = check_route(
+        lanes, experts, slot_N, router, correction_E, factor_E, given_Nk, expert_Nk
+    )
     if bias_E is not None:
         check_vector("bias", bias_E, experts, gate_EH.dtype)
     if squares_TN is not None:
@@ -81,7 +85,13 @@ def route_product(
         call = LinearCall(x_NH, gate_EH, slot_N, squares_TN=squares_TN, eps=eps, bias=bias_E)
         logits = linear_reference(call, LOGITS)
         return route_reference(
-            logits, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
+            logits,
+            slot_N,
+            router,
+            correction_E=correction_E,
+            factor_E=factor_E,
+            given_Nk=given_Nk,
+            out=routes,
         )
     arrivals = take_counters(arrivals, lanes, f"a router of {lanes} lanes")
     launcher(_route_product_kernel, (lanes, triton.cdiv(experts, _ROWS)))(
@@ -96,6 +106,7 @@ def route_product(
         routes.expert,
         routes.weight,
         given_Nk,
+        factor_E,
         lanes,
         x_NH.stride(0),
         eps,
@@ -145,6 +156,7 @@ def _route_product_kernel(
     expert_ptr,
     weight_ptr,
     given_ptr,
+    factor_ptr,
     lanes,
     x_stride,
     eps,
@@ -204,6 +216,7 @@ def _route_product_kernel(
             expert_ptr,
             weight_ptr,
             given_ptr,
+            factor_ptr,
             scale,
             E,
             BLOCK_E,

@@ -42,8 +42,13 @@ class ClampedSwiglu:
             raise ValueError(f"limit={self.limit} and slope={self.slope} must be positive")
 
 
+Gating = Activation | ClampedSwiglu
+"""What experts make of a gate and its up: the activated gate times the up, or a clamped SwiGLU."""
+
 UNGATED_LIMIT = -1.0
 """A kernel's LIMIT where products have no gates, and go through a squared ReLU."""
+GELU_SLOPE = -1.0
+"""A kernel's SLOPE where gates go through a gelu."""
 
 _SILU, _GELU_TANH = tl.constexpr(1), tl.constexpr(2)
 
@@ -54,6 +59,14 @@ def gate_code(activation: Activation | Literal[False]) -> int:
     if activation not in codes:
         raise ValueError(f"activation={activation!r} must be 'silu' or 'gelu_tanh'")
     return int(codes[activation])
+
+
+def gating_constants(gating: Gating) -> dict[str, float]:
+    """Constexprs of a kernel that calls `gated`. ValueError for an activation that is not known."""
+    if isinstance(gating, ClampedSwiglu):
+        return {"LIMIT": gating.limit, "SLOPE": gating.slope}
+    is_gelu = gate_code(gating) == _GELU_TANH.value
+    return {"LIMIT": 0.0, "SLOPE": GELU_SLOPE if is_gelu else 0.0}
 
 
 def swiglu(
@@ -290,24 +303,29 @@ def soft_capped(x, cap):
 
 @triton.jit
 def gated(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """silu(gate) * up of float32, or with a LIMIT a `ClampedSwiglu`. NaN stays NaN."""
+    """silu(gate) * up of float32, with a SLOPE below 0 gelu(gate) * up, or with a LIMIT a
+    `ClampedSwiglu`. NaN stays NaN.
+
+    Gluon compiles this text, too, and cannot call `activated`, which belongs to Triton.
+    """
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         return gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
+    elif SLOPE < 0:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-inner)) * up
     else:
         return gate / (1.0 + tl.exp(-gate)) * up
 
 
-def gated_reference(
-    gate: torch.Tensor, up: torch.Tensor, clamped: ClampedSwiglu | None
-) -> torch.Tensor:
+def gated_reference(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
     """`gated` in plain PyTorch."""
-    if clamped is None:
-        return silu_reference(gate) * up
-    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
-    return gate / _one_and_exp(clamped.slope * gate) * (up + 1.0)
+    if not isinstance(gating, ClampedSwiglu):
+        return activated_reference(gate, gating) * up
+    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return gate / _one_and_exp(gating.slope * gate) * (up + 1.0)
 
 
 def swiglu_reference(

@@ -22,7 +22,7 @@ from graphengine.kernels.experts.packed.weights import PackedExperts, empty_expe
 from graphengine.kernels.experts.router import Router
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedForm
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import Gating
 from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
 from graphengine.models.blocks.mlp import Mlp, MlpWeights
 from graphengine.models.blocks.streams import tensors_of
@@ -46,7 +46,7 @@ class Experts:
     sharing    ranks with lanes of their own that share these experts
     corrected  whether experts are chosen by scores with a correction
     bias       whether the products of the router and of the experts have biases
-    clamped    the experts' activation in place of silu(gate) * up
+    gating     what replaces silu(gate) * up in experts
     names      of the checkpoint's tensors
     """
 
@@ -62,7 +62,7 @@ class Experts:
     sharing: int = 1
     corrected: bool = False
     bias: bool = False
-    clamped: ClampedSwiglu | None = None
+    gating: Gating = "silu"
     names: ExpertNames = QWEN_NAMES
 
     @property

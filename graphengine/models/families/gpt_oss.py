@@ -87,7 +87,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         router=Router(top_k=chosen, scores="softmax_of_chosen"),
         norm_eps=settings["rms_norm_eps"],
         bias=True,
-        clamped=ClampedSwiglu(limit=settings["swiglu_limit"], slope=settings["swiglu_alpha"]),
+        gating=ClampedSwiglu(limit=settings["swiglu_limit"], slope=settings["swiglu_alpha"]),
         names=NAMES,
     )
     attention = read_attention(settings, sinks=True)

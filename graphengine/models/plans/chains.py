@@ -196,7 +196,7 @@ def chain_experts_reference(
         routes,
         activation=block.activation,
         bias_EM=weights.gate_up_bias,
-        clamped=block.clamped,
+        gating=block.gating,
         out=x.new_empty(chosen_Nk.numel(), block.ffn_size),
         **of_stream,
     )

@@ -25,6 +25,7 @@ from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -261,8 +262,8 @@ def test_what_is_missing_is_transformers_default() -> None:
     assert attention.qkv_bias == attention.output_bias == oracle.attention_bias
     assert attention.sinks and experts.experts == oracle.num_local_experts
     assert experts.router.top_k == oracle.num_experts_per_tok
-    clamped = experts.clamped
-    assert clamped and clamped.limit == oracle.swiglu_limit
+    clamped = experts.gating
+    assert isinstance(clamped, ClampedSwiglu) and clamped.limit == oracle.swiglu_limit
     assert clamped.slope == oracle.swiglu_alpha
     assert bare.rope and bare.rope.kind == "yarn" and not bare.rope.truncate
     assert bare.rope.theta == oracle.rope_parameters["rope_theta"]

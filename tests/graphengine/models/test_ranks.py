@@ -82,7 +82,7 @@ OF_GPT_OSS = Experts(
     router=Router(top_k=3, scores="softmax_of_chosen"),
     norm_eps=1e-5,
     bias=True,
-    clamped=ClampedSwiglu(limit=0.5),
+    gating=ClampedSwiglu(limit=0.5),
     names=NAMES,
 )
 EXPERTS = small_decoder(replace(ATTENTION, sinks=True), (OF_GPT_OSS, OF_GPT_OSS), **VALUES)

@@ -32,7 +32,7 @@ from graphengine.kernels.experts.reference import expert_product_reference, expe
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import Residual, StreamCopy, add_to_residual_reference
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu, Gating
 from launches.compilation import launches_handed_to
 from launches.emulation import run_launch
 
@@ -60,20 +60,20 @@ class Case:
     next_norm: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    clamped: ClampedSwiglu | None = None
+    gating: Gating = "silu"
     gated: bool = True
 
     @property
     def first(self):
         """What is done with the first product."""
-        return {"bias_EM": self.gate_up_bias, "clamped": self.clamped, "gated": self.gated}
+        return {"bias_EM": self.gate_up_bias, "gating": self.gating, "gated": self.gated}
 
     @property
     def first_reference(self):
         activation = "swiglu" if self.gated else "squared_relu"
         return {
             "bias_EM": self.gate_up_bias,
-            "clamped": self.clamped,
+            "gating": self.gating,
             "activation": activation,
         }
 
@@ -115,6 +115,7 @@ def make_case(
     seed=0,
     biased=False,
     gated=True,
+    gelu=False,
 ):
     """Random operands; lanes choose among the first `used` experts, the others are NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +135,7 @@ def make_case(
     x[list(padded)], expert[list(padded)], weight[list(padded)] = NAN, 2**31 - 1, NAN
     idle = sorted(set(range(experts)) - set(expert[slot >= 0].flatten().tolist()))
     gate_up[idle], down[idle] = NAN, NAN
-    biases = {}
+    biases = {"gating": "gelu_tanh" if gated and gelu else "silu"}
     if biased:
         gate_up_bias, down_bias = random(experts, rows), random(experts, hidden)
         gate_up_bias[idle], down_bias[idle] = NAN, NAN
@@ -142,7 +143,7 @@ def make_case(
             "gate_up_bias": gate_up_bias.to(device, dtype),
             "down_bias": down_bias.to(device, dtype),
             # Many gates and ups are past it.
-            "clamped": ClampedSwiglu(limit=0.75) if gated else None,
+            "gating": ClampedSwiglu(limit=0.75) if gated and not gelu else biases["gating"],
         }
     sums = (torch.rand(groups, lanes, generator=generator) + 0.5) * hidden / groups
     return Case(
@@ -241,12 +242,13 @@ def decode_reference(case, a, groups):
     groups=st.sampled_from([1, 3, 130]),
     biased=st.booleans(),
     gated=st.booleans(),
+    gelu=st.booleans(),
     data=st.data(),
 )
 @example(
     # All to one expert, more than a block of them.
     form="grouped", lanes=19, hidden=33, ffn=20, experts=4, top_k=1, dtype=0, groups=3, data=None,
-    biased=True, gated=True,
+    biased=True, gated=True, gelu=False,
 )  # fmt: skip
 def test_decode_matches_reference(
     device,
@@ -262,6 +264,7 @@ def test_decode_matches_reference(
     groups,
     biased,
     gated,
+    gelu,
     data,
 ):
     top_k = min(top_k, experts)
@@ -283,6 +286,7 @@ def test_decode_matches_reference(
         groups=groups,
         biased=biased,
         gated=gated,
+        gelu=gelu,
     )
     plan = FMA if form == "fma" else SMALL
     a, x, scaled, squares = decode(
@@ -424,6 +428,7 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     dtype=st.integers(0, 2),
     biased=st.booleans(),
     gated=st.booleans(),
+    gelu=st.booleans(),
     data=st.data(),
 )
 def test_chunks_match_reference(
@@ -439,6 +444,7 @@ def test_chunks_match_reference(
     dtype,
     biased,
     gated,
+    gelu,
     data,
 ):
     top_k = min(top_k, experts)
@@ -447,7 +453,7 @@ def test_chunks_match_reference(
     dtype = dtypes[dtype % len(dtypes)]
     case = make_case(
         lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, biased=biased,
-        gated=gated,
+        gated=gated, gelu=gelu,
     )  # fmt: skip
     assert_chunk_is_right(case, ProductTile(size, 32, 32, warps=4, stages=2), assert_products_close)
 
@@ -506,9 +512,9 @@ def test_reference_bits_do_not_depend_on_company(threads):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@pytest.mark.parametrize("biased", [False, True])
-def test_reference_is_the_formula(biased):
-    case = make_case(3, 24, 16, 5, 2, torch.float32, "cpu", biased=biased)
+@pytest.mark.parametrize(("biased", "gelu"), [(False, False), (True, False), (False, True)])
+def test_reference_is_the_formula(biased, gelu):
+    case = make_case(3, 24, 16, 5, 2, torch.float32, "cpu", biased=biased, gelu=gelu)
     _, x, _, _ = decode(case, grouped=False)
     scale = torch.rsqrt(case.squares.sum(0) / 24 + EPS)
     for lane in range(3):
@@ -523,7 +529,9 @@ def test_reference_is_the_formula(biased):
                 expected += weight * (case.down[expert] @ a + case.down_bias[expert])
             else:
                 gate, up = y.chunk(2)
-                a = torch.nn.functional.silu(gate) * up
+                functional = torch.nn.functional
+                a = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+                a = a * up
                 expected += weight * (case.down[expert] @ a)
         torch.testing.assert_close(x[lane], expected, rtol=1e-5, atol=1e-5)
 
@@ -584,8 +592,12 @@ def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
         expert_inner(*operands, tile=SMALL._replace(splits=2))
     with pytest.raises(ValueError, match="the fma family takes pairs one by one"):
         expert_inner(*operands, tile=FMA, grouping=case.grouping())
-    with pytest.raises(ValueError, match=r"experts without gates have no ClampedSwiglu\(limit=7.0"):
-        expert_inner(*operands, tile=SMALL, gated=False, clamped=ClampedSwiglu())
+    with pytest.raises(ValueError, match=r"without gates have no gating=ClampedSwiglu\(limit=7.0"):
+        expert_inner(*operands, tile=SMALL, gated=False, gating=ClampedSwiglu())
+    with pytest.raises(ValueError, match="experts without gates have no gating='gelu_tanh'"):
+        expert_inner(*operands, tile=SMALL, gated=False, gating="gelu_tanh")
+    with pytest.raises(ValueError, match="activation='relu' must be 'silu' or 'gelu_tanh'"):
+        expert_inner(*operands, tile=SMALL, gating="relu")
     a = case.x.new_zeros(6, 8)
     stream = Residual(case.stream, case.x.clone(), None)
     down = (a, case.down, case.slot, case.routes, stream, case.next_norm)

@@ -18,7 +18,7 @@ from graphengine.kernels.linear.packed import packed_form
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu, Gating
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_kernel,
@@ -59,7 +59,7 @@ class Operands:
         self.arrivals = new(experts.residual_arrivals(lanes, HIDDEN), dtype=torch.int32)
         self.gate_up_bias = new(EXPERTS, 2 * FFN) if biased else None
         self.down_bias = new(EXPERTS, HIDDEN) if biased else None
-        self.clamped = ClampedSwiglu() if biased else None
+        self.gating: Gating = ClampedSwiglu() if biased else "silu"
         self.grouping = None
         if size:
             blocks = most_blocks(pairs, EXPERTS, size)
@@ -79,7 +79,7 @@ def of_gate_up(operands, tile, squares=True):
             squares_TN=operands.squares if squares else None,
             eps=1e-6,
             bias_EM=operands.gate_up_bias,
-            clamped=operands.clamped,
+            gating=operands.gating,
             gated=operands.gated,
             grouping=operands.grouping,
             pdl=True,
@@ -166,11 +166,13 @@ def test_down_of_single_pairs_asks_for_its_weights_before_the_wait():
     assert len(re.findall(r"ld\.global\.cg", ptx)) == 2
 
 
+@pytest.mark.parametrize("gating", ["gelu_tanh", ClampedSwiglu()], ids=["gelu", "clamped"])
 @pytest.mark.parametrize("family", ["fma", "dot"])
-def test_biases_and_clamped_gates_are_compiled(family):
+def test_biases_and_other_gates_are_compiled(family, gating):
     # The family `fma` takes pairs one by one.
     size = DECODE_BLOCK if family == "dot" else 0
     operands = Operands(8, size, biased=True)
+    operands.gating = gating
     gate_up = expert_plan("swiglu", 2 * FFN, HIDDEN, torch.bfloat16, family)
     down = expert_plan("residual", HIDDEN, FFN, torch.bfloat16, family)
     for launch in (of_gate_up(operands, gate_up), of_down(operands, down)):

@@ -224,8 +224,8 @@ def test_experts_as_gpt_oss_has_them(dtype, device):
         torch.randn(case.E, rows, generator=generator).to(device, dtype) for rows in (192, 160)
     )
     clamped, live = ClampedSwiglu(limit=0.7, slope=1.7), case.slot >= 0
-    expected = reference_swiglu(case, bias_EM=gate_up, clamped=clamped)
-    biased = {"bias_EM": gate_up, "clamped": clamped}
+    expected = reference_swiglu(case, bias_EM=gate_up, gating=clamped)
+    biased = {"bias_EM": gate_up, "gating": clamped}
     a, grouped = (swiglu(case, grouped=grouped, **biased) for grouped in (False, True))
     torch.testing.assert_close(of_pairs(case, a), of_pairs(case, expected), **tolerance(dtype))
     assert torch.equal(of_pairs(case, a), of_pairs(case, grouped))
@@ -255,6 +255,11 @@ def test_a_chunk_means_what_the_weights_mean(label, used, top_k, gated, dtype, d
     a, live = swiglu(case, grouped=True, tile=tile), case.slot >= 0
     expected = of_pairs(case, reference_swiglu(case))
     torch.testing.assert_close(of_pairs(case, a), expected, **tolerance(dtype))
+    if gated:
+        gelus = swiglu(case, grouped=True, tile=tile, gating="gelu_tanh")
+        wanted = of_pairs(case, reference_swiglu(case, gating="gelu_tanh"))
+        torch.testing.assert_close(of_pairs(case, gelus), wanted, **tolerance(dtype))
+        assert not torch.allclose(wanted, expected, atol=1e-2)
     y = expert_sum(
         a, case.down, case.slot, case.routes, tile=tile, grouping=case.grouping(tile.lanes)
     )

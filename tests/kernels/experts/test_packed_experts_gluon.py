@@ -25,7 +25,7 @@ from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu, Gating
 from launches.compilation import record_launch
 from launches.emulation import run_launch
 from launches.quantised import COMMON, random_quantised
@@ -75,6 +75,9 @@ def to_device(weight: QuantisedWeight, device: str) -> QuantisedWeight:
     return QuantisedWeight(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in weight))
 
 
+CLAMPED = ClampedSwiglu(limit=1.5, slope=1.7)
+
+
 class Case:
     """Operands of some lanes, the second padded; lanes choose among the first `used` experts, but
     those that are `routed`.
@@ -84,6 +87,7 @@ class Case:
         self, name: str, dtype: torch.dtype, *, lanes: int, hidden: int, ffn: int,
         used: int = 3, top_k: int = 2, E: int = 4, device: str = "cpu",
         routed: dict[int, list[int]] | None = None, gated: bool = True,
+        gating: Gating = CLAMPED,
     ) -> None:  # fmt: skip
         random = torch.Generator().manual_seed(lanes)
 
@@ -124,18 +128,18 @@ class Case:
         self.down_bias = there(normal(E, hidden), dtype)
         self.stream = there(normal(lanes, hidden), torch.float32)
         self.norm = there(normal(hidden), dtype)
-        self.clamped = ClampedSwiglu(limit=1.5, slope=1.7) if gated else None
+        self.gating: Gating = gating if gated else "silu"
 
     @property
     def first(self) -> dict[str, Any]:
         """What is done with the first product."""
-        return {"bias_EM": self.gate_up_bias, "clamped": self.clamped, "gated": self.gated}
+        return {"bias_EM": self.gate_up_bias, "gating": self.gating, "gated": self.gated}
 
     @property
     def first_reference(self) -> dict[str, Any]:
         activation = "swiglu" if self.gated else "squared_relu"
         return {
-            "bias_EM": self.gate_up_bias, "clamped": self.clamped, "activation": activation
+            "bias_EM": self.gate_up_bias, "gating": self.gating, "activation": activation
         }  # fmt: skip
 
     def grouping(self, size: int, held: range | None = None) -> Grouping | None:
@@ -267,6 +271,12 @@ def test_experts_mean_what_their_weights_mean(
 ):
     case = Case(name, dtype, lanes=lanes, hidden=hidden, ffn=ffn, gated=gated)
     check(case, plan, sizes, assert_products_close)
+
+
+@compiles
+def test_gates_may_go_through_a_gelu(assert_products_close):
+    case = Case("nvfp4", BF16, lanes=2, hidden=104, ffn=24, gating="gelu_tanh")
+    check(case, THIN, (0,), assert_products_close)
 
 
 def slice_experts(experts: PackedExperts, held: range) -> PackedExperts:

@@ -40,7 +40,7 @@ def live_slots(lanes, padded=(), device="cpu"):
     return slot.to(device)
 
 
-def run(function, logits, slot, router, correction=None):
+def run(function, logits, slot, router, correction=None, factor=None):
     """Routes with the sentinel where nothing is written."""
     lanes = len(slot)
     if function is route_reference:
@@ -48,8 +48,10 @@ def run(function, logits, slot, router, correction=None):
             slot.new_full((lanes, router.top_k), SENTINEL),
             logits.new_full((lanes, router.top_k), SENTINEL),
         )
-        return route_reference(logits, slot, router, correction_E=correction, out=out)
-    return route(logits, slot, router, correction_E=correction)
+        return route_reference(
+            logits, slot, router, correction_E=correction, factor_E=factor, out=out
+        )
+    return route(logits, slot, router, correction_E=correction, factor_E=factor)
 
 
 def random_logits(lanes, experts, seed, device="cpu", *, ties=False):
@@ -70,14 +72,16 @@ def random_logits(lanes, experts, seed, device="cpu", *, ties=False):
     normalised=st.booleans(),
     scale=st.sampled_from([1.0, 2.5]),
     corrected=st.booleans(),
+    factors=st.sampled_from([None, torch.float32, torch.bfloat16]),
     ties=st.booleans(),
     poison=st.sampled_from([0.0, NAN, INF]),
     seed=st.integers(0, 1000),
     data=st.data(),
 )
 def test_matches_reference(
-    device, lanes, groups, size, scores, normalised, scale, corrected, ties, poison, seed, data
-):
+    device, lanes, groups, size, scores, normalised, scale, corrected, factors, ties, poison, seed,
+    data,
+):  # fmt: skip
     experts = min(groups * size, 512 // groups * groups)
     top_groups = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, min(10, top_groups * (experts // groups))))
@@ -99,9 +103,12 @@ def test_matches_reference(
         correction = torch.linspace(-1, 1, experts, device=device)
         # Sums that tie, or nearly so, may round otherwise on another path.
         ties and correction.zero_()
+    factor = None
+    if factors is not None:
+        factor = torch.linspace(-1, 2, experts, device=device).to(factors)
     slot = live_slots(lanes, padded, device)
-    actual = run(route, logits, slot, router, correction)
-    expected = run(route_reference, logits, slot, router, correction)
+    actual = run(route, logits, slot, router, correction, factor)
+    expected = run(route_reference, logits, slot, router, correction, factor)
     live = slot >= 0
     assert torch.equal(actual.expert[live], expected.expert[live])
     torch.testing.assert_close(actual.weight[live], expected.weight[live], rtol=1e-5, atol=1e-7)

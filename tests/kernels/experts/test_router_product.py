@@ -78,7 +78,8 @@ def test_is_the_route_of_the_product(
         correction = torch.linspace(-1, 1, experts, device=device)
     bias = torch.linspace(9, -9, experts, device=device) if biased else None
     logits = logits_of(x, gate, slot, given_squares, bias)
-    expected = route_reference(logits, slot, router, correction_E=correction)
+    factor = torch.linspace(0.5, 2, experts, device=device) if seed % 2 else None
+    expected = route_reference(logits, slot, router, correction_E=correction, factor_E=factor)
     arrivals = torch.zeros(lanes + 1, dtype=torch.int32, device=device)
     actual = route_product(
         x,
@@ -90,6 +91,7 @@ def test_is_the_route_of_the_product(
         eps=EPS,
         bias_E=bias,
         correction_E=correction,
+        factor_E=factor,
     )
     assert not arrivals.any()
     live = slot >= 0
@@ -184,6 +186,8 @@ def test_weights_are_on_the_way_before_it_waits(experts, hidden, warps):
         ({"squares_TN": torch.zeros(1, 3)}, "3"),
         ({"slot_N": torch.zeros(3, dtype=torch.int32)}, r"\[2\], not \(3,\)"),
         ({"correction_E": torch.zeros(7)}, r"correction_E must be .* \[8\]"),
+        ({"factor_E": torch.zeros(9)}, r"factor_E must be .* \[8\]"),
+        ({"factor_E": torch.zeros(8).int()}, "factor_E must be one of .*, not torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_numbers(change, message):
