@@ -306,10 +306,11 @@ class Composition(ABC):
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms that are recomputed."""
         norms = 1 if self.logits_scale != 1 else 0
+        norms += sum(isinstance(each, Experts) and each.own_norms for each in blocks_of(self))
         heads = 0
         if self.norms_plus_one:
             sublayers = [each for layer in self.layers for each in layer]
-            norms = 1 + sum(2 if each.post_norm else 1 for each in sublayers)
+            norms += 1 + sum(2 if each.post_norm else 1 for each in sublayers)
             blocks = [each.block for each in sublayers]
             attending = [each for each in blocks if isinstance(each, GroupedQueryAttention)]
             heads = sum(2 * each.head_dim for each in attending if each.qk_norm)

@@ -129,6 +129,11 @@ class LayerWeights:
         sublayers = tuple(each.with_norms_plus_one() for each in self.sublayers)
         return replace(self, sublayers=sublayers)
 
+    def with_expert_norms(self) -> LayerWeights:
+        """This layer with the norms of its experts, if there are any, as they are computed."""
+        sublayers = tuple(each.with_expert_norms() for each in self.sublayers)
+        return replace(self, sublayers=sublayers)
+
 
 def allocate_layer(
     prefix: str,
@@ -200,7 +205,6 @@ def _decode_feed_forward(
 ) -> Residual:
     """Run `decode_block` of a feed-forward."""
     if isinstance(block, ExpertsWeights):
-        assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
         return decode_experts(block, row, residual, next_norm, launch)
     assert isinstance(block, SwigluWeights | MlpWeights), f"{type(block)=}"
     return block.decode(row, residual, next_norm, launch)
@@ -325,7 +329,6 @@ def prefill_feed_forward(
     if isinstance(block, LayerInputWeights):
         block.prefill(stream, next_norm, cast("Tensor", memory), slot, scratch)
     elif isinstance(block, ExpertsWeights):
-        assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
         prefill_experts(block, stream, next_norm, slot, scratch)
     else:
         assert isinstance(block, SwigluWeights | MlpWeights), f"{type(block)=}"

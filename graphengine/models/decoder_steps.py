@@ -19,7 +19,7 @@ from graphengine.models.blocks.per_layer.layer_inputs import (
     LayerInputWeights,
 )
 from graphengine.models.blocks.rope_tables import RopeTables
-from graphengine.models.composition import Composition, blocks_of, window_of
+from graphengine.models.composition import Composition, blocks_of, experts_of, window_of
 from graphengine.models.decoder_layer import LayerWeights, Memory
 from graphengine.models.launches import DecodeLaunch, PrefillLaunch
 from graphengine.models.states import StateTensors
@@ -53,14 +53,17 @@ def computed(
     final_norm: Tensor,
     final_bias: Tensor | None,
 ) -> tuple[tuple[LayerWeights, ...], Tensor, Tensor | None]:
-    """Layers, and weight and bias of the final norm, to compute with: norms with 1 added or scaled
-    are copies.
+    """Layers, and weight and bias of the final norm, to compute with: norms with 1 added or scaled,
+    and what experts' routers read the stream by, are copies.
 
     All other tensors are those of the weights.
     """
     if config.norms_plus_one:
         final_norm = plus_one(final_norm)
         layers = tuple(layer.with_norms_plus_one() for layer in layers)
+    experts = experts_of(config)
+    if experts is not None and experts.own_norms:
+        layers = tuple(layer.with_expert_norms() for layer in layers)
     if config.logits_scale != 1:
         final_norm = final_norm.float() * config.logits_scale
         final_bias = None if final_bias is None else final_bias.float() * config.logits_scale

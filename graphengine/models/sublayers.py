@@ -195,6 +195,12 @@ class SublayerWeights:
             block=block,
         )
 
+    def with_expert_norms(self) -> SublayerWeights:
+        """This sublayer with the norms of its experts, if there are any, as they are computed."""
+        if not isinstance(self.block, ExpertsWeights):
+            return self
+        return replace(self, block=self.block.to_compute_with())
+
 
 def allocate_sublayers(
     prefix: str,

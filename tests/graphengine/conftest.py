@@ -407,7 +407,7 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
-        if hasattr(model.config, "num_experts_per_tok"):
+        if any(hasattr(model.config, name) for name in ("num_experts_per_tok", "top_k_experts")):
             model.set_experts_implementation("eager")
         if getattr(model.config, "attn_logit_softcapping", None):
             # transformers before 5.18 leaves these scores uncapped by default.

@@ -2,6 +2,7 @@
 
 Decode runs one kernel for the router and its product and two over the chosen experts; where (lane,
 expert) pairs are grouped, another one before these two. A chunk of a prompt always groups them.
+Experts with norms of their own have programs of their own, at the end.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k experts of a lane, P = N * k
 pairs.
@@ -28,6 +29,7 @@ from graphengine.kernels.experts.shared_gate import gate_lanes
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import add_rms_norm
+from graphengine.kernels.norm_rope.post_norm import add_normed
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.experts import ExpertsWeights, ExpertWeight
 from graphengine.models.blocks.lanes_of_ranks import (
@@ -36,7 +38,8 @@ from graphengine.models.blocks.lanes_of_ranks import (
     lanes_of_all,
     sum_of_own,
 )
-from graphengine.models.blocks.streams import PrefillScratch, add_part
+from graphengine.models.blocks.norms import ExpertNorms, NextNorm, Sandwich
+from graphengine.models.blocks.streams import PrefillScratch, add_chunk, add_part
 from graphengine.models.launches import DecodeLaunch, Reduce, Share
 from graphengine.models.routing import layer_ids, tell_routes
 
@@ -54,7 +57,7 @@ def decode_experts(
     weights: ExpertsWeights,
     row: DecodeLanes,
     residual: Residual,
-    next_norm: Tensor,
+    next_norm: NextNorm,
     launch: DecodeLaunch,
 ) -> Residual:
     """Run the block on `row`'s tokens: three or four kernels, and those of a shared feed-forward.
@@ -63,6 +66,9 @@ def decode_experts(
     place except for its squares.
     """
     block, slot = weights.block, row.slot
+    if weights.norms is not None:
+        return _decode_normed(weights, weights.norms, row, residual, next_norm, launch)
+    assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
     # This comes first: adding the chosen experts overwrites the input of the shared ones.
     shared = None if weights.shared is None else weights.shared.inner(row, residual, launch)
     if shared is not None and weights.shared_gate is not None:
@@ -75,22 +81,7 @@ def decode_experts(
             eps=block.norm_eps,
             pdl=launch.pdl,
         )
-    given, kept = layer_ids(launch.routes)
-    routes = route_product(
-        residual.scaled,
-        weights.gate,
-        slot,
-        block.router,
-        arrivals=launch.arrivals,
-        squares_TN=residual.squares,
-        eps=block.norm_eps,
-        bias_E=weights.gate_bias,
-        correction_E=weights.correction,
-        given_Nk=given,
-        expert_Nk=kept,
-        pdl=launch.pdl,
-    )
-    tell_routes(routes, slot)
+    routes = _routes(weights, residual.scaled, residual.squares, slot, launch)
     lanes = RoutedLanes(residual.scaled, slot, routes, residual.squares)
     if launch.experts is not None:
         lanes = lanes_of_all(lanes, launch.experts)
@@ -106,6 +97,34 @@ def decode_experts(
         # One all-reduce for both.
         part += own
     return add_part(part, slot, residual, next_norm, launch=launch)
+
+
+def _routes(
+    weights: ExpertsWeights,
+    x: Tensor,
+    squares: Tensor | None,
+    slot: Tensor,
+    launch: DecodeLaunch,
+) -> Routes:
+    """The experts of lanes with router inputs x, which without `squares` are normed."""
+    given, kept = layer_ids(launch.routes)
+    routes = route_product(
+        x,
+        weights.gate,
+        slot,
+        weights.block.router,
+        arrivals=launch.arrivals,
+        squares_TN=squares,
+        eps=weights.block.norm_eps,
+        bias_E=weights.gate_bias,
+        correction_E=weights.correction,
+        factor_E=None if weights.norms is None else weights.norms.factor,
+        given_Nk=given,
+        expert_Nk=kept,
+        pdl=launch.pdl,
+    )
+    tell_routes(routes, slot)
+    return routes
 
 
 def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -> ChosenExperts:
@@ -200,7 +219,7 @@ def _own_bias(weights: ExpertsWeights, share: Share) -> Tensor | None:
 def prefill_experts(
     weights: ExpertsWeights,
     stream: Tensor,
-    next_norm: Tensor,
+    next_norm: NextNorm,
     slot: Tensor,
     scratch: PrefillScratch,
 ) -> None:
@@ -208,21 +227,33 @@ def prefill_experts(
 
     `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
     """
+    if weights.norms is not None:
+        _prefill_normed(weights, weights.norms, stream, next_norm, slot, scratch)
+        return
+    assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
     h, launch = scratch.h, scratch.launch
     routes = _chunk_routes(weights, slot, scratch)
     shared = None
     if weights.shared is not None:
         shared = _shared_chunk(weights, slot, scratch)
-    lanes = RoutedLanes(h, slot, routes)
-    if launch.experts is None:
-        summed = _chunk_sum(weights, lanes, scratch, out=h)
-    else:
-        lanes = lanes_of_all(lanes, launch.experts)
-        out = lanes.x.new_empty(lanes.x.shape)
-        summed = sum_of_own(_chunk_sum(weights, lanes, scratch, out=out), launch.experts)
+    summed = _routed_chunk(weights, routes, slot, scratch)
     eps, pdl = weights.block.norm_eps, launch.pdl
     for y in _summands(summed, shared, launch.reduce):
         add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
+
+
+def _routed_chunk(
+    weights: ExpertsWeights, routes: Routes, slot: Tensor, scratch: PrefillScratch
+) -> Tensor:
+    """The sum of the experts of each lane, whose input is `scratch.h`; of several ranks that split
+    every expert, this rank's part. It may be `scratch.h`.
+    """
+    lanes, group = RoutedLanes(scratch.h, slot, routes), scratch.launch.experts
+    if group is None:
+        return _chunk_sum(weights, lanes, scratch, out=scratch.h)
+    lanes = lanes_of_all(lanes, group)
+    out = lanes.x.new_empty(lanes.x.shape)
+    return sum_of_own(_chunk_sum(weights, lanes, scratch, out=out), group)
 
 
 def _chunk_routes(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Routes:
@@ -236,6 +267,7 @@ def _chunk_routes(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch
         slot,
         weights.block.router,
         correction_E=weights.correction,
+        factor_E=None if weights.norms is None else weights.norms.factor,
         given_Nk=given,
         expert_Nk=kept,
         pdl=scratch.launch.pdl,
@@ -333,3 +365,56 @@ def _summands(routed: Tensor, shared: Tensor | None, reduce: Reduce | None) -> t
     if reduce is None:
         return (routed,) if shared is None else (routed, shared)
     return (reduce(routed if shared is None else routed.add_(shared)),)
+
+
+def _decode_normed(
+    weights: ExpertsWeights,
+    norms: ExpertNorms,
+    row: DecodeLanes,
+    residual: Residual,
+    next_norm: NextNorm,
+    launch: DecodeLaunch,
+) -> Residual:
+    """Run `decode_experts` where experts and a feed-forward beside them have norms of their own:
+    nine kernels, or ten.
+    """
+    assert isinstance(next_norm, Sandwich) and weights.shared is not None, f"{next_norm=}"
+    slot, shared = row.slot, weights.shared
+    whole = shared.part(shared.inner(row, residual, launch), row, launch)
+    # Both read the stream itself, which is not normed yet.
+    x, like, eps, pdl = residual.x, residual.scaled, weights.block.norm_eps, launch.pdl
+    read = norms.router_input(x, slot, eps=eps, out=torch.empty_like(like), pdl=pdl)
+    routes = _routes(weights, read, None, slot, launch)
+    given = norms.expert_input(x, slot, eps=eps, out=torch.empty_like(like), pdl=pdl)
+    lanes = RoutedLanes(given, slot, routes)
+    if launch.experts is not None:
+        lanes = lanes_of_all(lanes, launch.experts)
+    routed = _part(weights, _choose(weights, lanes, launch), launch)
+    if launch.experts is not None:
+        routed = sum_of_own(routed, launch.experts)
+    elif launch.reduce is not None:
+        routed, whole = launch.reduce(routed), launch.reduce(whole)
+    product = norms.summed(routed, whole, slot, eps=eps, pdl=pdl)
+    post, following, eps, _, factor = next_norm
+    return add_normed(product, post, residual, following, slot, eps=eps, factor_1=factor, pdl=pdl)
+
+
+def _prefill_normed(
+    weights: ExpertsWeights,
+    norms: ExpertNorms,
+    stream: Tensor,
+    next_norm: NextNorm,
+    slot: Tensor,
+    scratch: PrefillScratch,
+) -> None:
+    """Run `prefill_experts` where experts and what is beside them have norms of their own."""
+    h, launch, eps = scratch.h, scratch.launch, weights.block.norm_eps
+    whole = _shared_chunk(weights, slot, scratch)
+    norms.router_input(stream, slot, eps=eps, out=h, pdl=launch.pdl)
+    routes = _chunk_routes(weights, slot, scratch)
+    norms.expert_input(stream, slot, eps=eps, out=h, pdl=launch.pdl)
+    routed = _routed_chunk(weights, routes, slot, scratch)
+    if launch.reduce is not None and launch.experts is None:
+        routed, whole = launch.reduce(routed), launch.reduce(whole)
+    summed = norms.summed(routed, whole, slot, eps=eps, out=h, pdl=launch.pdl)
+    add_chunk(summed.y, stream, next_norm, slot, scratch, eps=eps)

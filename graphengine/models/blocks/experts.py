@@ -12,7 +12,7 @@ Letters: H hidden, F ffn width of an expert, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from graphengine.kernels.linear.packed import PackedForm
 from graphengine.kernels.norm_rope.activation import Gating
 from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
 from graphengine.models.blocks.mlp import Mlp, MlpWeights
+from graphengine.models.blocks.norms import ExpertNorms
 from graphengine.models.blocks.streams import tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.linears import Linear, Linears, WeightForms
@@ -47,6 +48,8 @@ class Experts:
     corrected  whether experts are chosen by scores with a correction
     bias       whether the products of the router and of the experts have biases
     gating     what replaces silu(gate) * up in experts
+    own_norms  whether router, experts and the shared feed-forward, which there is then, each have
+               norms of their own (`norms.py`)
     names      of the checkpoint's tensors
     """
 
@@ -63,6 +66,7 @@ class Experts:
     corrected: bool = False
     bias: bool = False
     gating: Gating = "silu"
+    own_norms: bool = False
     names: ExpertNames = QWEN_NAMES
 
     @property
@@ -189,6 +193,11 @@ class Experts:
             gate_bias=new(self.experts) if self.bias else None,
             gate_up_bias=new(len(self.own), self.rows) if self.bias else None,
             down_bias=new(len(self.own), hidden) if self.bias else None,
+            norms=(
+                ExpertNorms.empty(hidden, self.experts, device=device, dtype=dtype)
+                if self.own_norms
+                else None
+            ),
         )
 
 
@@ -201,6 +210,7 @@ class ExpertsWeights:
     correction  float32 `[E]`
     shared_gate  `[1, H]`
     gate_bias   of the router's product
+    norms       of experts beside a feed-forward; None: all read the stream after one norm
     """
 
     block: Experts
@@ -214,6 +224,7 @@ class ExpertsWeights:
     gate_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    norms: ExpertNorms | None = None
 
     def linears(self) -> list[StoredLinear]:
         """Linears of each expert and of the shared feed-forward; a router is never packed."""
@@ -286,8 +297,10 @@ class ExpertsWeights:
         return names | self._beside()
 
     def _beside(self) -> dict[str, Weight]:
-        """What belongs to the shared feed-forward."""
+        """What belongs to the shared feed-forward, and norms."""
         names = {} if self.shared is None else self.shared.stored()
+        if self.norms is not None:
+            names |= self.norms.stored(self.prefix)
         if self.shared_gate is not None:
             names[f"{self.prefix}{self.block.names.shared_gate}.weight"] = Weight(self.shared_gate)
         return names
@@ -344,7 +357,14 @@ class ExpertsWeights:
         """Every weight tensor."""
         others = (self.gate_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
         routed = tensors_of(self.gate, self.gate_up, self.down, self.correction, *others)
+        routed += [] if self.norms is None else self.norms.tensors()
         return routed + ([] if self.shared is None else self.shared.tensors())
+
+    def to_compute_with(self) -> ExpertsWeights:
+        """These weights, with norms that are computed from those of the checkpoint."""
+        if self.norms is None:
+            return self
+        return replace(self, norms=self.norms.to_compute_with())
 
     @property
     def experts_bytes(self) -> int:

@@ -361,13 +361,28 @@ def add_chunk_product(
     else:
         whole = launch.reduce(scratch.product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias
-    h = scratch.h
+    add_chunk(whole, stream_NH, next_norm_H, slot_N, scratch, eps=eps)
+
+
+def add_chunk(
+    whole_NH: Tensor,
+    stream_NH: Tensor,
+    next_norm_H: NextNorm,
+    slot_N: Tensor,
+    scratch: PrefillScratch,
+    *,
+    eps: float,
+) -> None:
+    """Add a block's output, summed over ranks, to `stream` in place, and write it, normed for what
+    reads it next, to `scratch.h`, which may be the output itself.
+    """
+    launch, h = scratch.launch, scratch.h
     if isinstance(next_norm_H, Sandwich):
         post, following, post_eps, normed, factor = next_norm_H
         assert eps == post_eps, f"norms of two {eps=}, {post_eps=}"
         add_normed_rms_norm(
             stream_NH,
-            whole,
+            whole_NH,
             post,
             following,
             slot_N,
@@ -382,10 +397,10 @@ def add_chunk_product(
         return
     if isinstance(next_norm_H, LayerNorm):
         weight, bias, eps = next_norm_H
-        add_layer_norm(stream_NH, whole, weight, bias, slot_N, eps=eps, out=h, pdl=launch.pdl)
+        add_layer_norm(stream_NH, whole_NH, weight, bias, slot_N, eps=eps, out=h, pdl=launch.pdl)
         return
     add_rms_norm(
-        stream_NH, whole, next_norm_H, slot_N, eps=eps, out_dtype=h.dtype, out=h, pdl=launch.pdl
+        stream_NH, whole_NH, next_norm_H, slot_N, eps=eps, out_dtype=h.dtype, out=h, pdl=launch.pdl
     )
 
 

@@ -3,8 +3,9 @@ without one.
 
 Layers without a window have longer heads, of which RoPE rotates a part, and may have fewer kv
 heads, whose keys are their values before norms. Values are normed, and each layer ends by
-multiplying the stream by a learned factor. Checkpoints have towers beside the language model, or
-none in their unified form, which embeds patches and sounds with a single linear.
+multiplying the stream by a learned factor. Each layer may have experts beside its feed-forward.
+Checkpoints have towers beside the language model, or none in their unified form, which embeds
+patches and sounds with a single linear.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.norm_rope.rope_config import RopeConfig
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.per_layer.layer_inputs import LayerInput, LayerInputs
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
@@ -26,7 +31,7 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import composed, read_attention, read_mlp
+from graphengine.models.hf.decoder_config import composed, expert_count, read_attention, read_mlp
 from graphengine.models.sublayers import Layer, Sublayer, usual_layer
 
 # transformers' defaults for missing keys; other families require these keys.
@@ -41,6 +46,7 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 # The unified form's, where they differ; it has no inputs of layers, and no experts.
+_UNIFIED_PREFIX = "Gemma4Unified"
 _UNIFIED = {
     "sliding_window": 1024,
     "max_position_embeddings": 262_144,
@@ -58,11 +64,17 @@ _ROPE = {
 }
 _GELU = "gelu_pytorch_tanh"
 _HEADS = ("head_dim", "num_key_value_heads")
+# Quantised files have a tensor for each linear of an expert.
+_SINGLE = ExpertNames(router="router.proj", shared="mlp.")
+_EXPERT_NAMES = _SINGLE._replace(
+    products=("experts.gate_up_proj", "experts.down_proj"), ending="", other=_SINGLE
+)
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=131_072,
     head_dim=256,
     windows="switched",
     keys=GEMMA4_KEYS,
+    routes=True,
     rotated=None,
     biases=(),
 )
@@ -72,7 +84,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a Gemma 4 checkpoint, alone, beside towers, or unified."""
     told = _told(config, architecture)
     own = read_keys(told, GEMMA4_KEYS)
-    _check(told, own)
+    _check(told, own, architecture)
     settings = hf_config.read_settings(told, DEFAULTS)
     heads = _heads_without_window(told, settings)
     rope, local_rope = _ropes(settings, heads)
@@ -102,7 +114,7 @@ def _told(config: HfConfig, architecture: str) -> dict[str, Any]:
     tied = [each.get("tie_word_embeddings", True) for each in (config, text)]
     if tied[0] != tied[1]:
         raise unsupported("text_config.tie_word_embeddings", tied[1], f"{tied[0]}, as beside it")
-    unified = _UNIFIED if architecture.startswith("Gemma4Unified") else {}
+    unified = _UNIFIED if architecture.startswith(_UNIFIED_PREFIX) else {}
     told: dict[str, Any] = {**_SIZES, **unified, **text}
     given = read_keys(told, KEYS)
     types = given["layer_types"]
@@ -116,7 +128,7 @@ def _told(config: HfConfig, architecture: str) -> dict[str, Any]:
     return told
 
 
-def _check(told: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check(told: Mapping[str, Any], own: Mapping[str, Any], architecture: str) -> None:
     """ValueError for what no layer here computes."""
     if own["hidden_activation"] != _GELU:
         raise unsupported("hidden_activation", own["hidden_activation"], repr(_GELU))
@@ -124,8 +136,11 @@ def _check(told: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         raise unsupported(
             "use_bidirectional_attention", own["use_bidirectional_attention"], "null or 'vision'"
         )
-    if own["enable_moe_block"]:
-        raise unsupported("enable_moe_block", True, "False")
+    if own["enable_moe_block"] and architecture.startswith(_UNIFIED_PREFIX):
+        raise unsupported("enable_moe_block", True, f"False in a {architecture}")
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if own["enable_moe_block"] and own[name] is None:
+            raise unsupported(name, None, "an integer, as enable_moe_block is true")
     given = told["rope_parameters"]
     if given.keys() - set(LAYER_TYPES):
         raise unsupported("rope_parameters", given, " and ".join(map(repr, LAYER_TYPES)))
@@ -243,6 +258,9 @@ def _layer(settings: dict[str, Any], heads: Mapping[str, int], window: int, plac
         role="wide_" if wide else "",
     )
     layer = usual_layer(attention, mlp, post_norms=True)
+    if settings["enable_moe_block"]:
+        experts = _experts(settings, mlp)
+        layer = (*layer[:-1], layer[-1]._replace(prefix="", block=experts))
     size = settings["hidden_size_per_layer_input"]
     if size:
         taken = LayerInput(
@@ -250,3 +268,19 @@ def _layer(settings: dict[str, Any], heads: Mapping[str, int], window: int, plac
         )
         layer = (*layer, Sublayer("", "", taken, "post_per_layer_input_norm"))
     return (*layer[:-1], layer[-1]._replace(factor="layer_scalar"))
+
+
+def _experts(settings: dict[str, Any], beside: Swiglu) -> Experts:
+    """The experts, and the feed-forward beside them."""
+    return Experts(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["moe_intermediate_size"],
+        experts=expert_count(settings, "num_experts", "top_k_experts"),
+        # Probabilities of all experts, divided by the sum of the chosen ones'.
+        router=Router(top_k=settings["top_k_experts"], scores="softmax_of_chosen"),
+        norm_eps=settings["rms_norm_eps"],
+        shared=beside,
+        gating="gelu_tanh",
+        own_norms=True,
+        names=_EXPERT_NAMES,
+    )

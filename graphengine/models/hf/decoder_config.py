@@ -117,14 +117,18 @@ def sparse_layers(settings: dict[str, Any]) -> list[int]:
     return [index for index in layers if (index + 1) % step == 0 and index not in dense]
 
 
-def expert_count(settings: dict[str, Any], name: str) -> int:
-    """The experts of a layer, by the key of this name; ValueError if tokens cannot choose so."""
+def expert_count(
+    settings: dict[str, Any], name: str, chosen_name: str = "num_experts_per_tok"
+) -> int:
+    """The experts of a layer, by the key of this name; ValueError if tokens cannot choose so many
+    as the other key says.
+    """
     count: int = settings[name]
-    chosen = settings["num_experts_per_tok"]
+    chosen = settings[chosen_name]
     if count > MAX_EXPERTS:
         raise unsupported(name, count, f"at most {MAX_EXPERTS}")
     if count and not 1 <= chosen <= count:
-        raise unsupported("num_experts_per_tok", chosen, f"1 to {name}={count}")
+        raise unsupported(chosen_name, chosen, f"1 to {name}={count}")
     return count
 
 

@@ -361,7 +361,6 @@ def test_configs_that_list_the_layers_that_differ() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block=True: supported: False"),
         ({"hidden_activation": "silu"}, "hidden_activation='silu': supported: 'gelu_pytorch_tanh'"),
         ({"use_bidirectional_attention": "all"}, "bidirectional_attention='all': .* 'vision'"),
         ({"attention_bias": True}, "attention_bias=True: supported: null or False"),

@@ -39,8 +39,6 @@ UNKNOWN = [
 """Architectures that the engine does not know."""
 _LATENT = "moe_latent_size={}: supported: null"
 REFUSED = {
-    "google/gemma-4-26B-A4B": "enable_moe_block=True: supported: False",
-    "nvidia/Gemma-4-26B-A4B-NVFP4": "enable_moe_block=True: supported: False",
     "LFM2.5-8B-A1B in MLX, 8 bits": "quantization={'group_size': 64, 'bits': 8, 'mode': 'affine'}",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": _LATENT.format(1024),
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": _LATENT.format(1024),

@@ -1,4 +1,4 @@
-"""Ranks of a model whose layers have heads of several sizes, and inputs: Gemma 4."""
+"""Ranks of a model whose layers have heads of several sizes, inputs, and experts: Gemma 4."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ INPUTS = {
     "layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 263,
 }  # fmt: skip
+EXPERTS = EQUAL | {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20,
+}  # fmt: skip
 
 
 def new_model(options: dict[str, Any]) -> PreTrainedModel:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     sizes = SIZES | options | {"num_hidden_layers": len(options["layer_types"])}
-    model: PreTrainedModel = Gemma4ForCausalLM(Gemma4TextConfig(**sizes))
+    config = Gemma4TextConfig(**sizes)
+    model: PreTrainedModel = Gemma4ForCausalLM._from_config(config, experts_implementation="eager")
     return model
 
 
@@ -48,7 +52,7 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("options", [EQUAL, INPUTS], ids=["equal", "inputs"])
+@pytest.mark.parametrize("options", [EQUAL, INPUTS, EXPERTS], ids=["equal", "inputs", "experts"])
 def test_two_ranks_say_what_transformers_does(
     write_model: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -65,3 +69,16 @@ def test_two_ranks_say_what_transformers_does(
     with one, one.restore_session(file) as session:
         assert session.cached_tokens > 40
         assert session.generate(greedy(8)).token_ids == said
+
+
+@pytest.mark.parametrize("how", ["expert_parallel", "data_parallel"])
+def test_ranks_may_have_whole_experts(
+    write_model: Callable[..., Any], tmp_path: Path, how: str
+) -> None:
+    oracle = write_model(lambda: new_model(EXPERTS), tmp_path / "gemma", 4)
+    options: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": True}
+    if how == "data_parallel":
+        options = {"data_parallel": 2}
+    with open_engine(oracle.path, **options) as engine:
+        for result in engine.generate(oracle.prompts((5, 29)), greedy(12)):
+            oracle.assert_greedy(result)

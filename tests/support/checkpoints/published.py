@@ -49,7 +49,10 @@ _SIZES: Config = {
     "projector_hidden_size": 32, "global_head_dim": 2 * _HEAD_DIM, "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131,
 }  # fmt: skip
-_AT_MOST = {"num_experts_per_tok": 3, "experts_per_token": 3, "n_group": 4, "topk_group": 2}
+_AT_MOST = {
+    "num_experts_per_tok": 3, "experts_per_token": 3, "top_k_experts": 3, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
 _VISION: Config = {
     "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1,
     "num_attention_heads": 2, "num_heads": 2, "head_dim": 16, "projection_dim": 32,

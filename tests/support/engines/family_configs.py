@@ -55,7 +55,10 @@ CONFIGS: Mapping[str, Config] = {
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}},
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": {"text_config": _GEMMA4_EQUAL},
+    "Gemma4ForConditionalGeneration": {"text_config": {
+        **_GEMMA4_EQUAL, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2,
+        "moe_intermediate_size": 512,
+    }},
     "Gemma4UnifiedForCausalLM": _GEMMA4_EQUAL,
     "Gemma4UnifiedForConditionalGeneration": {"text_config": _GEMMA4_EQUAL},
     "Glm4MoeForCausalLM": {**_EXPERTS, "head_dim": 128, "attention_bias": True,
