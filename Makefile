@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 LAZY := --quiet --no-compile
 EDITABLE := $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
 	--config-settings editable_mode=strict
-# The checks of `make test`, the longest first, so that two cores end at about the same time.
-CHECKS := model-tests draft-tests host-tests other-tests engine-tests program-tests interpreter types lint
+# The checks of `make test`. The first has two workers, and ends last, so that both cores have work.
+CHECKS := tests types interpreter lint
 # What else runs beside them: see .ci/run.
 MORE :=
 
@@ -44,26 +44,8 @@ types:
 
 ENGINE_TESTS := tests/graphengine
 
-engine-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/test_*.py
-
-draft-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/drafters
-
-program-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/program $(ENGINE_TESTS)/requests
-
-host-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/host $(ENGINE_TESTS)/core \
-		$(ENGINE_TESTS)/observe $(ENGINE_TESTS)/parallel $(ENGINE_TESTS)/text $(ENGINE_TESTS)/cli
-
-model-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/models $(ENGINE_TESTS)/demo \
-		$(ENGINE_TESTS)/opening
-
-other-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_*.py tests/buckets tests/kernels tests/profiles \
-		$(ENGINE_TESTS)/testing
+tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest --workers 2 tests
 
 interpreter:
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels

@@ -17,6 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+# The option --workers.
+pytest_plugins = ["workers"]
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
