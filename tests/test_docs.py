@@ -17,6 +17,7 @@ import torch
 
 import graphengine
 from checkpoints.adapters import write_adapter
+from engines.forked_ranks import ranks_are_forked
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.options.table import rows
@@ -146,8 +147,9 @@ def test_the_code_of_a_page_runs(
     if page == "docs/adapters.md":
         for seed, name in enumerate(("sql", "prose")):
             write_adapter(tmp_path / "adapters" / name, checkpoint_path(), rank=2, seed=seed)
-    for block in CODE[page]:
-        exec(compile(block, page, "exec"), names)
+    with ranks_are_forked():
+        for block in CODE[page]:
+            exec(compile(block, page, "exec"), names)
     if "answer" in names:
         asyncio.run(names["answer"]("def f("))
     for name, test in list(names.items()):

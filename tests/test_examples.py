@@ -8,7 +8,6 @@ import importlib.util
 import json
 import pickle
 import secrets
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from events import GENEROUS_S
+from forked_pytest import run_apart
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -509,11 +509,7 @@ def test_the_runners_tests_see_what_is_broken(
         ("test_compiled_model", "5 passed" if ON_GPU else "5 skipped"),
     ],
 )
-def test_graph_tests_pass(name: str, end: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
-    options = ["--rootdir", str(EXAMPLES), "--import-mode=importlib"]
-    done = subprocess.run(
-        [*command, *options, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert end in done.stdout
+def test_graph_tests_pass(name: str, end: str, pytester: pytest.Pytester) -> None:
+    options = ["--rootdir", str(EXAMPLES), "--import-mode=importlib", "-p", "no:cacheprovider"]
+    result = run_apart(pytester, "-q", "-c", "/dev/null", *options, str(EXAMPLES / f"{name}.py"))
+    assert result.ret == 0 and end in result.stdout.str()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from forked_pytest import run_apart
 
 import graphengine
 import graphengine.buckets
@@ -88,7 +89,7 @@ def test_fixtures_that_need_a_gpu_skip_without_one(
         def test_capture(needs_gpu): raise AssertionError
         """
     )
-    result = pytester.runpytest_subprocess("-rs")
+    result = run_apart(pytester, "-rs")
     result.assert_outcomes(skipped=6)
     result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU: torch.cuda.is_available() is False"])
 
@@ -127,7 +128,7 @@ def test_fixtures_of_a_module_may_use_them(
         """
     )
     skipped = len(NEED_GPU | {"needs_gpu"})
-    result = pytester.runpytest_subprocess("-p", "no:hypothesispytest")
+    result = run_apart(pytester, "-p", "no:hypothesispytest")
     result.assert_outcomes(passed=len(names) - skipped, skipped=skipped)
 
 
@@ -222,7 +223,7 @@ def test_the_example_of_the_page_passes_and_skips_without_a_gpu(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_example(pytester)
-    result = pytester.runpytest_subprocess("-rs")
+    result = run_apart(pytester, "-rs")
     result.assert_outcomes(passed=3, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU*"])
 
@@ -232,7 +233,7 @@ def test_the_fault_of_the_page_is_told_as_the_page_says(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_example(pytester, FAULT)
-    result = pytester.runpytest_subprocess()
+    result = run_apart(pytester)
     result.assert_outcomes(passed=2, failed=1, skipped=2)
     text = " ".join(README.read_text().split())
     begin = text.index("poison 'NaN, largest' in")
@@ -335,9 +336,9 @@ def test_the_recipes_for_ci_workers_and_markers_work(
         def test_it(needs_gpu): pass
         """
     )
-    pytester.runpytest_subprocess().assert_outcomes(skipped=1)
+    run_apart(pytester).assert_outcomes(skipped=1)
     monkeypatch.setenv("REQUIRE_GPU", "1")
-    result = pytester.runpytest_subprocess()
+    result = run_apart(pytester)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*REQUIRE_GPU is set, and torch.cuda.is_available() is False*"])
 
