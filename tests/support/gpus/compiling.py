@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,16 +98,29 @@ def compiled_for(device: Device, engine: Engine) -> list[Compiled]:
         except Exception as error:
             failed[f"{op.name} {_reason(error)}"] = Compiled(op.name, error=_reason(error))
 
-    engine.runtime.buffers.reset()
-    with pytest.MonkeyPatch.context() as patch, assumed(device):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", _Driver(device))
-        for step in graph_steps(engine.runtime.program, engine.memory).values():
-            describe_launches(step, ask)
+        _describe_graphs(device, engine, ask)
     compiled = (
         Compiled(name, kernel.metadata.shared, stack_of(kernel.asm["cubin"]))
         for kernel, name in asked.items()
     )
     return [*compiled, *failed.values()]
+
+
+def launched_on(device: Device, engine: Engine) -> set[str]:
+    """The names of the kernels that `compiled_for` compiles."""
+    names = set[str]()
+    _describe_graphs(device, engine, lambda op: names.add(op.name))
+    return names
+
+
+def _describe_graphs(device: Device, engine: Engine, take: Callable[[Op], None]) -> None:
+    """Hand over each launch of the graphs that an engine on the CPU would have on this GPU."""
+    engine.runtime.buffers.reset()
+    with assumed(device):
+        for step in graph_steps(engine.runtime.program, engine.memory).values():
+            describe_launches(step, take)
 
 
 def _reason(error: BaseException) -> str:
