@@ -1,6 +1,6 @@
 """Run make's targets, two at a time, to the last one, and end with the sum of their tests.
 
-    python tests/support/checks.py --jobs 2 engine-tests lint types
+    python tests/support/checks.py --jobs 2 tests types lint
 
 They begin in the order given. A target's output is printed when it has ended, whether it failed or
 not, and the closing lines say which targets failed, how long each took, and how many tests passed,
