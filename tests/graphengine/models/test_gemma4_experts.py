@@ -13,8 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from checkpoints.small_decoders import composed
-from engines.family_checks import assert_replies, assert_rewinds, assert_same_in_any_company
+from engines.family_checks import (
+    assert_half_precision_replays,
+    assert_replies,
+    assert_rewinds,
+    assert_same_in_any_company,
+)
 from graphengine import Engine, SamplingParams
+from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -23,6 +29,7 @@ from graphengine.models.composition import experts_of
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.speculative import DraftModel
+from launches.compilation import graph_kernels
 
 pytest.importorskip("transformers.models.gemma4", reason="transformers has no Gemma 4")
 
@@ -217,3 +224,35 @@ def test_the_config_is_read(gemmas: dict[str, Any]) -> None:
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_model_config(A4B | changes)
+
+
+# What is launched.
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+def test_a_block_is_nine_kernels(gemmas: dict[str, Any]) -> None:
+    """Ten where pairs are grouped; a router's input, experts' input and the sum are one each."""
+    block = [
+        "dot_kernel", "dot_kernel", "rms_norm_kernel", "route_product_kernel", "rms_norm_kernel",
+        "product_kernel", "down_kernel", "normed_sum_kernel", "add_normed_kernel",
+    ]  # fmt: skip
+    options = {"device": "cpu", "dtype": "bfloat16", "row_family": "dot"}
+    with open_engine(gemmas["equal"].path, **options) as engine:
+        graphs = graph_kernels(engine)
+    for graph, wanted in (
+        ("decode/1/fast", block),
+        ("decode/4/fast", [*block[:5], "group_kernel", *block[5:]]),
+    ):
+        names = [kernel.name.lstrip("_") for kernel in graphs[graph]]
+        # After attention's five.
+        assert names[6 : 6 + len(wanted)] == wanted
+        assert names.count("normed_sum_kernel") == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision_replays_what_it_computes_eagerly(
+    gemmas: dict[str, Any], eager: Callable[[Engine], Any], name: str
+) -> None:
+    opened = partial(open_engine, gemmas[name].path)
+    assert_half_precision_replays(opened, gemmas[name], eager, "auto")
