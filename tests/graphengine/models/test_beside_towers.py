@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from checkpoints.tower_models import SCALED, TOWERS
 from engines.family_configs import config_of
 from engines.small_engine import assert_idle, greedy, open_engine
-from engines.towers import IMAGE, SAID, VISION, Tower, new_tower, text
+from engines.towers import IMAGE, SAID, Tower, new_tower
 from graphengine import NGram, PromptParts
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
@@ -19,79 +19,9 @@ from graphengine.models.hf.config_schema import unknown_keys
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True}
 
 
-def _llava() -> Any:
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
-    vision = VISION | {"model_type": "clip_vision_model", "projection_dim": 32}
-    config = LlavaConfig(
-        text_config=text(model_type="llama"), vision_config=vision, image_token_index=IMAGE
-    )
-    return LlavaForConditionalGeneration(config)
-
-
-def _smolvlm() -> Any:
-    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
-
-    words = text(model_type="llama", tie_word_embeddings=True)
-    config = SmolVLMConfig(
-        text_config=words,
-        vision_config=VISION,
-        scale_factor=2,
-        image_token_id=IMAGE,
-        tie_word_embeddings=True,
-    )
-    return SmolVLMForConditionalGeneration(config)
-
-
-def _idefics3() -> Any:
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-
-    words = text(model_type="llama")
-    config = Idefics3Config(
-        text_config=words, vision_config=VISION, scale_factor=2, image_token_id=IMAGE
-    )
-    return Idefics3ForConditionalGeneration(config)
-
-
-def _lfm2_vl() -> Any:
-    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
-
-    types = ["conv", "full_attention", "conv"]
-    words = text(model_type="lfm2", layer_types=types)
-    vision = VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}
-    config = Lfm2VlConfig(
-        text_config=words, vision_config=vision, image_token_id=IMAGE, projector_hidden_size=48
-    )
-    return Lfm2VlForConditionalGeneration(config)
-
-
-def _mistral3(family: str = "mistral", **keys: Any) -> Any:
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
-
-    words = text(model_type=family, head_dim=64, **keys)
-    vision = VISION | {"model_type": "pixtral", "head_dim": 16}
-    config = Mistral3Config(text_config=words, vision_config=vision, image_token_index=IMAGE)
-    return Mistral3ForConditionalGeneration(config)
-
-
-YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
-MODELS: dict[str, Callable[[], Any]] = {
-    "llava": _llava,
-    "smolvlm": _smolvlm,
-    "idefics3": _idefics3,
-    "lfm2_vl": _lfm2_vl,
-    "mistral3": _mistral3,
-    "ministral3": lambda: _mistral3("ministral3", rope_parameters=YARN),
-}
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=TOWERS)
 def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tower:
-    return new_tower(MODELS[request.param], tmp_path_factory.mktemp(request.param))
+    return new_tower(TOWERS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def _pixels(tower: Tower) -> dict[str, Tensor]:
@@ -143,10 +73,10 @@ def test_text_alone(tower: Tower, device: str, length: int, caplog: Any) -> None
 def test_ministral_3_ends_where_queries_would_be_scaled() -> None:
     config = config_of("Ministral3ForCausalLM") | {"max_position_embeddings": 4096}
     assert read_model_config(config).max_positions == 4096
-    scaled = config | {"rope_parameters": YARN}
+    scaled = config | {"rope_parameters": SCALED}
     assert read_model_config(scaled).max_positions == 128
-    assert read_model_config(config | {"rope_scaling": YARN}).max_positions == 128
-    free = YARN | {"llama_4_scaling_beta": 0}
+    assert read_model_config(config | {"rope_scaling": SCALED}).max_positions == 128
+    free = SCALED | {"llama_4_scaling_beta": 0}
     assert read_model_config(config | {"rope_parameters": free}).max_positions == 4096
 
 

@@ -12,42 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from checkpoints.tower_models import PLACES, SEEN
 from engines.small_engine import assert_idle, greedy, open_engine
-from engines.towers import IMAGE, SAID, VISION, Tower, new_tower, text
+from engines.towers import IMAGE, SAID, Tower, new_tower
 from extent import examples
 from graphengine import GridEmbeds, ImageEmbeds, NGram, PromptParts
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import EMBEDDED, Embeds, EmbedsSpec, Image, Run, image_at
 
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True, "prefill_buckets": [16, 32]}
-PLACES = 25
-"""Embeddings of an image: twice as many as a window has."""
 
 
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory: pytest.TempPathFactory) -> Tower:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    words = text(
-        head_dim=64,
-        layer_types=types,
-        sliding_window=12,
-        query_pre_attn_scalar=48,
-        tie_word_embeddings=False,
-    )
-    vision = VISION | {"image_size": 40}
-    config = Gemma3Config(
-        text_config=words,
-        vision_config=vision,
-        mm_tokens_per_image=PLACES,
-        image_token_index=IMAGE,
-        boi_token_index=251,
-        eoi_token_index=252,
-        tie_word_embeddings=False,
-    )
     folder = tmp_path_factory.mktemp("gemma3")
-    return new_tower(lambda: Gemma3ForConditionalGeneration(config), folder, embedding_std=0.03)
+    return new_tower(SEEN["gemma3"], folder, embedding_std=0.03)
 
 
 def pixels_of(images: int) -> Tensor:

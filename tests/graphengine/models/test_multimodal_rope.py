@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoints.tower_models import END, GRIDS, PATCH, START, VIDEO
 from engines.small_engine import assert_idle, greedy, open_engine, run
-from extent import examples
+from engines.towers import IMAGE
+from extent import examples, extent
 from graphengine import GridEmbeds, NGram, PromptParts, SamplingParams, SessionSnapshot
 from graphengine.core.snapshots import _digests
 from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_axes
@@ -31,9 +33,6 @@ from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.prompt_embeds import EMBEDDED, Embeds, EmbedsSpec, Grid, Run, grid_at
 
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True}
-IMAGE, VIDEO, START, END = 250, 251, 252, 253
-IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
-PATCH = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
 SAID = 24
 
 
@@ -85,89 +84,10 @@ class Oracle:
         return said
 
 
-def _qwen2_vl() -> Any:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 192, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(text_config=_text([8, 11, 13]), vision_config=vision | PATCH, **IDS)
-    )
-
-
-def _qwen2_5_vl() -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 192, "num_heads": 2}
-    vision |= {"intermediate_size": 40, "window_size": 16, "tokens_per_second": 3}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=_text([16, 8, 8]), vision_config=vision | PATCH, **IDS)
-    )
-
-
-def _text(sections: list[int]) -> dict[str, Any]:
-    return {
-        "vocab_size": 263,
-        "hidden_size": 192,
-        "intermediate_size": 76,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections},
-    }
-
-
-def _qwen3_5() -> Any:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    text = _text([6, 5, 5]) | {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text["rope_parameters"] |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
-    text |= {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
-    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    text |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 192, "num_heads": 2}
-    vision |= {"intermediate_size": 40, "num_position_embeddings": 64}
-    return Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=text, vision_config=vision | PATCH, **IDS)
-    )
-
-
-def _qwen3_vl(experts: bool = False) -> Any:
-    """Features of two levels of the tower are added after the first two of three layers."""
-    text = _text([12, 10, 10]) | {"head_dim": 64, "num_attention_heads": 4}
-    text["num_key_value_heads"] = 2
-    vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 192, "num_heads": 2}
-    vision |= {"intermediate_size": 40, "num_position_embeddings": 64}
-    vision |= {"deepstack_visual_indexes": [0, 2]} | PATCH
-    if not experts:
-        from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-        return Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
-        )
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
-    text |= {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
-    return Qwen3VLMoeForConditionalGeneration(
-        Qwen3VLMoeConfig(text_config=text, vision_config=vision, **IDS)
-    )
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "qwen2_vl": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_5": _qwen3_5,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": lambda: _qwen3_vl(experts=True),
-}
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=extent([*GRIDS][:3] + [*GRIDS][4:], [*GRIDS]))
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     torch.manual_seed(7)
-    model = MODELS[request.param]().eval()
+    model = GRIDS[request.param]().eval()
     # Random weights that say more than one token.
     for name, weight in model.named_parameters():
         if weight.dim() > 1:

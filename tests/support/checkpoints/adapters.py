@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def linears_of(model: nn.Module | Path) -> dict[str, tuple[int, ...]]:
 def write_adapter(
     folder: Path,
     model: nn.Module | Path,
-    targets: Sequence[str] = ALL,
+    targets: Collection[str] = ALL,
     *,
     rank: int = 5,
     alpha: float = 8,
@@ -46,6 +46,7 @@ def write_adapter(
 ) -> Path:
     """An adapter of the model's linears with these names, strong enough to change its tokens.
 
+    targets  last parts of names, or whole names
     layers  the layers that have it; None: all
     config  further keys of `adapter_config.json`
     """
@@ -54,7 +55,7 @@ def write_adapter(
     tensors: dict[str, Tensor] = {}
     for name, shape in linears_of(model).items():
         layer = re.search(r"layers\.(\d+)\.", name)
-        if name.rpartition(".")[2] not in targets or not name.startswith("model.layers."):
+        if not {name, name.rpartition(".")[2]} & {*targets} or not _is_layers(name):
             continue
         if layers is not None and (layer is None or int(layer[1]) not in layers):
             continue
@@ -70,6 +71,11 @@ def write_adapter(
     usual |= {"bias": "none", "task_type": "CAUSAL_LM", "lora_dropout": 0.1, "use_rslora": False}
     (folder / "adapter_config.json").write_text(json.dumps(usual | config))
     return folder
+
+
+def _is_layers(name: str) -> bool:
+    """Whether a linear is of the language model's layers."""
+    return re.match(r"(model|gpt_neox|transformer)\.(layers|h)\.", name) is not None
 
 
 def matrices(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:

@@ -76,7 +76,7 @@ def condition(model: PreTrainedModel, tokens: int = 40, copies: int = 4) -> floa
     # Attention as products, each of which rounds.
     wide.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, tokens), generator=generator)
     exact = wide(ids).logits
     with Roundings(seed=0):
         noisy = wide(ids.expand(copies, -1)).logits
