@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from os import PathLike
-
 import torch
 
 from graphengine.engine_sizes import EngineSizes
@@ -21,7 +19,6 @@ class RankOptions(EngineSizes):
     max_prefill_ms_per_step: float | None
     prompt_embeds: bool
     prompt_logprobs_out: bool
-    merge_adapter: str | PathLike[str] | None
     record_routing: bool
     releasable: bool
 
@@ -92,9 +89,6 @@ class RankOptions(EngineSizes):
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
-            "adapters": bool(self.adapters),
-            "max_adapters": self.adapter_slots > 0,
-            "merge_adapter": self.merge_adapter is not None,
             **more,
         }
         for name, is_asked in asked.items():

@@ -114,6 +114,7 @@ class RankRuntime(Runtime):
     def _load_adapter(self, command: LoadAdapter) -> None:
         folder = Path(command.folder)
         parts = dict(Adapter.open(folder).parts())
+        self.synchronize()
         Runtime.load_adapter(self, self._loaded, command.slot, folder, parts)
 
     def _digest_state(self, command: DigestState) -> str:

@@ -274,8 +274,13 @@ def adapter_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, An
     if plan.slots_changed:
         updates[ADAPTER_OF_SLOT] = [request and _adapter_slot(request) for request in slots]
     if plan.prefill is not None:
-        updates[ADAPTER_OF_CHUNK] = [_adapter_slot(plan.prefill.request)]
+        updates |= chunk_adapter(plan.prefill)
     return updates
+
+
+def chunk_adapter(chunk: PrefillChunk) -> dict[str, Any]:
+    """The field with the adapter of a chunk."""
+    return {ADAPTER_OF_CHUNK: [_adapter_slot(chunk.request)]}
 
 
 def _adapter_slot(request: Request) -> int:

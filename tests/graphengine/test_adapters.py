@@ -249,15 +249,6 @@ def test_an_engine_without_slots(folders: dict[str, Path]) -> None:
         ({"merge_adapter": ""}, "merge_adapter='' must be a path"),
         ({"max_adapters": 65}, "max_adapters=65 must be at most 64"),
         ({"max_adapter_rank": 0}, r"max_adapter_rank=0 must be in \[1, 512\]"),
-        (
-            {"adapters": {"a": "x"}, "pipeline_parallel": 2},
-            "adapters=.* pipeline_parallel=2",
-        ),
-        ({"max_adapters": 1, "data_parallel": 2}, "max_adapters=1 .* data_parallel=2"),
-        (
-            {"merge_adapter": "x", "pipeline_parallel": 2},
-            "merge_adapter='x' .*=2",
-        ),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
