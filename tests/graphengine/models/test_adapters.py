@@ -14,18 +14,25 @@ from checkpoints.adapters import ALL, ATTENTION, FUSED, MLP, merged, write_adapt
 from checkpoints.quantised_models import KINDS, write_model
 from engines.family_checks import assert_replies
 from engines.small_engine import run
+from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.speculative import NGram
 
-PROMPT_LENGTHS = (1, 17, 75)
+PROMPT_LENGTHS = extent((1, 17, 75), (1, 17, 90, 300))
+TOKENS = extent(20, 64)
 
 
-def greedy(max_tokens: int = 20) -> SamplingParams:
+def greedy(max_tokens: int = TOKENS) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def open_engine(path: Path, **options: Any) -> Engine:
-    options = {"max_batch": 4, "max_seq_len": 160, "dtype": "float32", "block_size": 8} | options
+    options = {
+        "max_batch": 4,
+        "max_seq_len": extent(160, 384),
+        "dtype": "float32",
+        "block_size": 8,
+    } | options
     return Engine.from_pretrained(path, **{"prefill_buckets": (16, 64)} | options)
 
 
@@ -78,7 +85,7 @@ def test_logits_and_greedy_tokens(
     with open_engine(
         base.path, device=device, lookahead=0, adapters={"a": adapter}, max_adapter_rank=9
     ) as engine:
-        assert_replies(engine, oracle, eager, PROMPT_LENGTHS, tokens=20, adapter="a")
+        assert_replies(engine, oracle, eager, PROMPT_LENGTHS, tokens=TOKENS, adapter="a")
         for result in engine.generate(base.prompts(PROMPT_LENGTHS), greedy()):
             base.assert_greedy(result)
 
@@ -88,7 +95,7 @@ def test_norms_after_blocks(write_model: Callable[..., Any], device: str, tmp_pa
     config = Gemma3TextConfig(
         vocab_size=263, hidden_size=72, intermediate_size=100, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=5,
-        max_position_embeddings=256, query_pre_attn_scalar=37,
+        max_position_embeddings=512, query_pre_attn_scalar=37,
     )  # fmt: skip
     base = write_model(lambda: Gemma3ForCausalLM(config), tmp_path / "base", 3)
     adapter, oracle = with_adapter(base, tmp_path)
@@ -106,9 +113,9 @@ def test_quantised_bases(device: str, tmp_path: Path, kind: str) -> None:
     adapter = write_adapter(tmp_path / "adapter", written.model)
     with_it = merged(written.model, adapter)
     with open_engine(
-        written.path, device=device, max_seq_len=96, adapters={"a": adapter}
+        written.path, device=device, max_seq_len=extent(96, 256), adapters={"a": adapter}
     ) as engine:
-        for prompt in ([5, 3, 80], [*range(1, 72, 3)]):
+        for prompt in ([5, 3, 80], [*range(1, 72, 3)] * extent(1, 7)):
             result = engine.generate(prompt, greedy(), adapter="a")
             assert result.token_ids != engine.generate(prompt, greedy()).token_ids
             assert_best(with_it, result)

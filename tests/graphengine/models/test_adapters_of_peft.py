@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from extent import extent
 from graphengine import Engine, SamplingParams
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
@@ -49,12 +50,17 @@ def test_tokens_are_those_of_peft(
     given: dict[str, Any] = {"adapters": {"a": tmp_path / "adapter"}}
     if merge:
         given = {"merge_adapter": tmp_path / "adapter"}
-    sizes = {"max_batch": 2, "max_seq_len": 128, "block_size": 8, "prefill_buckets": (16, 64)}
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    sizes = {
+        "max_batch": 2,
+        "max_seq_len": extent(128, 384),
+        "block_size": 8,
+        "prefill_buckets": (16, 64),
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=extent(16, 64), ignore_eos=True)
     with Engine.from_pretrained(
         base.path, device="cpu", dtype="float32", **sizes, **given
     ) as engine:
-        for prompt in base.prompts((1, 17, 75)):
+        for prompt in base.prompts(extent((1, 17, 75), (1, 17, 90, 300))):
             result = engine.generate(prompt, params, adapter=None if merge else "a")
             sequence = torch.tensor([[*prompt, *result.token_ids]])
             with torch.no_grad():
