@@ -20,16 +20,15 @@ class RankOptions(EngineSizes):
     prompt_embeds: bool
     prompt_logprobs_out: bool
     record_routing: bool
-    releasable: bool
 
     def check_ranks(self) -> None:
         """ValueError for options that need several ranks, or that these ranks cannot serve."""
-        for name in ("prompt_logprobs_out", "releasable"):
-            if getattr(self, name) and self.ranks > 1:
-                # The other ranks are processes that the caller's memory is not in.
-                raise ValueError(
-                    f"{name}=True is for an engine of one rank, not for {self.ranks_option}"
-                )
+        if self.prompt_logprobs_out and self.ranks > 1:
+            # The other ranks are processes that the caller's memory is not in.
+            raise ValueError(
+                f"prompt_logprobs_out=True is for an engine of one rank, not for "
+                f"{self.ranks_option}"
+            )
         if self.pipeline_parallel > 1:
             self._check_stages()
         if self.data_parallel > 1:

@@ -120,6 +120,33 @@ class LoadAdapter(NamedTuple):
     folder: str
 
 
+class SaveMemory(NamedTuple):
+    """Copy the weights to the host before they leave the device.
+
+    drop  only those that no update of all weights brings
+    """
+
+    drop: bool
+
+
+class ReleaseMemory(NamedTuple):
+    """Give the memory of the saved weights back to the device.
+
+    cache  that of the KV cache as well
+    """
+
+    cache: bool
+
+
+class RestoreMemory(NamedTuple):
+    """Have the memory of the weights again, and what was saved of them.
+
+    cache  that of the KV cache instead, which is then 0
+    """
+
+    cache: bool
+
+
 class DigestState(NamedTuple):
     """Digest the state that is equal on all ranks."""
 
@@ -143,6 +170,9 @@ Command: TypeAlias = (
     | ReadScales
     | UpdateWeights
     | LoadAdapter
+    | SaveMemory
+    | ReleaseMemory
+    | RestoreMemory
     | DigestState
     | Close
 )

@@ -58,7 +58,7 @@ from graphengine.opening.allocation import (
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.draft_updating import load_drafts
 from graphengine.opening.records import RecordMemory
-from graphengine.opening.releasable import ReleasableMemory
+from graphengine.opening.releasable import ReleasableMemory, drop_cached_memory, not_filled_by
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
@@ -343,6 +343,40 @@ class Runtime(SlotOperations, Waits):
         assert self.adapters is not None, f"no slots for {folder}"
         with self.on_stream(), torch.no_grad():
             self.adapters.fill(slot, parts, loaded.adaptable)
+        self.synchronize()
+
+    def save_memory(self, loaded: LoadedWeights, *, drop: bool) -> None:
+        """Copy the weights to the host; with `drop` only those that no update brings.
+
+        RuntimeError where the host lacks the memory.
+        """
+        assert loaded.memory is not None, "not opened with releasable=True"
+        self.synchronize()
+        with self.on_stream():
+            loaded.memory.save(not_filled_by(loaded.filled()) if drop else None)
+        self.synchronize()
+
+    def release_memory(self, loaded: LoadedWeights, *, cache: bool) -> int:
+        """Give the memory of the saved weights back, and with `cache` that of the KV cache; returns
+        how many bytes. It waits for everything that was queued.
+        """
+        assert loaded.memory is not None and self.cache_memory is not None
+        self.synchronize()
+        released = loaded.memory.release()
+        if cache:
+            released += self.cache_memory.release()
+        drop_cached_memory(self.device)
+        return released
+
+    def restore_memory(self, loaded: LoadedWeights, *, cache: bool) -> None:
+        """Have the memory of the weights again, or with `cache` that of the KV cache.
+
+        RuntimeError where the device lacks it; then the call can be repeated.
+        """
+        memory = self.cache_memory if cache else loaded.memory
+        assert memory is not None, "not opened with releasable=True"
+        with self.on_stream():
+            memory.restore()
         self.synchronize()
 
     def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from graphengine.core.fingerprints import fingerprint_of
 from graphengine.observe.tracing import span
 from graphengine.opening.adapters import open_adapter, whole_weights
 from graphengine.opening.draft_updating import checked_drafts
-from graphengine.opening.releasable import ReleasableMemory, drop_cached_memory, not_filled_by
 from graphengine.opening.updating import LoadedWeights, check_plain
 from graphengine.options.checks import is_int, shown, some
 from graphengine.requests.adapters import LoadedAdapter
@@ -111,7 +110,8 @@ class MemoryCalls:
     def release_memory(self, *, weights: ReleasedWeights = "host") -> int:
         """Give the memory of weights and KV cache back to the device; returns how many bytes.
 
-        For a trainer on the same GPU, between two rollouts. Graphs stay, and with them all
+        For a trainer on the same GPU, between two rollouts. All ranks release theirs, and the bytes
+        are those of all of them. Graphs stay, and with them all
         addresses. What the engine keeps: graphs and their workspace, static fields, tables, and
         copies of adapters and of recurrent states.
 
@@ -128,29 +128,26 @@ class MemoryCalls:
 
         ValueError in an engine that was opened without `releasable=True`, while requests are
         unfinished, if all is released already, and for "drop" with a quantised checkpoint.
-        RuntimeError, with nothing released, if the host lacks the memory. It waits for the device.
+        RuntimeError, with nothing released, if the host lacks the memory of a rank. It waits for
+        the device.
         """
         core, state = self.core, self.core.weights
         core.settle("release_memory")
-        loaded, memory, cache = _releasable(core, self._loaded, "release_memory")
+        loaded = _releasable(core, self._loaded, "release_memory")
         if weights not in ("host", "drop"):
             raise ValueError(f"weights={shown(weights)} must be 'host' or 'drop'")
         if WEIGHTS in state.released:
             raise ValueError("release_memory(): weights and KV cache are released already")
-        keep: Callable[[Tensor], bool] = lambda _: True  # noqa: E731
         if weights == "drop":
             check_plain(loaded.checkpoint)
-            keep = not_filled_by(loaded.filled())
-        core.runtime.synchronize()
-        with span("release memory"), core.runtime.on_stream():
-            released = memory.release(keep)
+        with span("release memory"):
+            core.runtime.save_memory(loaded, drop=weights == "drop")
             core.drop_cached_kv()
-            if KV_CACHE not in state.released:
-                released += cache.release(lambda _: False)
+            cache = KV_CACHE not in state.released
+            released = core.runtime.release_memory(loaded, cache=cache)
         state.released = (WEIGHTS, KV_CACHE)
         if weights == "drop":
             state.missing = loaded.in_use()
-        drop_cached_memory(memory.device)
         core.counters["memory/releases"] += 1
         return released
 
@@ -160,36 +157,32 @@ class MemoryCalls:
         kv_cache  False restores only the weights, so that a trainer can hand over new ones with
                   `update_weights` before it frees its own memory; another call restores the rest
 
-        ValueError if nothing is released. RuntimeError if the device lacks the memory: what is
-        missing is still released, and the call can be repeated. It waits for the device.
+        ValueError if nothing is released. RuntimeError if the device of a rank lacks the memory:
+        what is missing is still released, and the call can be repeated. It waits for the device.
         """
         core, state = self.core, self.core.weights
         core.settle("restore_memory")
-        _, memory, cache = _releasable(core, self._loaded, "restore_memory")
+        loaded = _releasable(core, self._loaded, "restore_memory")
         if not isinstance(kv_cache, bool):
             raise ValueError(f"kv_cache={shown(kv_cache)} must be True or False")
         if not (state.released if kv_cache else WEIGHTS in state.released):
             raise ValueError("restore_memory(): nothing is released")
-        with span("restore memory"), core.runtime.on_stream():
+        with span("restore memory"):
             if WEIGHTS in state.released:
-                memory.restore()
+                core.runtime.restore_memory(loaded, cache=False)
                 state.released = (KV_CACHE,)
             if kv_cache:
-                cache.restore()
+                core.runtime.restore_memory(loaded, cache=True)
                 state.released = ()
-        core.runtime.synchronize()
 
 
-def _releasable(
-    core: EngineCore, loaded: LoadedWeights | None, call: str
-) -> tuple[LoadedWeights, ReleasableMemory, ReleasableMemory]:
-    """Where the weights came from, their memory, and the KV caches'."""
-    cache = core.runtime.cache_memory
-    if loaded is None or loaded.memory is None or cache is None:
+def _releasable(core: EngineCore, loaded: LoadedWeights | None, call: str) -> LoadedWeights:
+    """Where the weights came from, whose memory can be released."""
+    if loaded is None or loaded.memory is None or core.runtime.cache_memory is None:
         raise ValueError(
             f"{call}() is for an engine that from_pretrained has opened with releasable=True"
         )
-    return loaded, loaded.memory, cache
+    return loaded
 
 
 def load_adapter(

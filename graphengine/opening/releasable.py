@@ -37,6 +37,7 @@ class ReleasableMemory:
         self._blocks: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._host: list[Tensor] = []
+        self._released = False
 
     @property
     def nbytes(self) -> int:
@@ -53,28 +54,36 @@ class ReleasableMemory:
         self._blocks.append(block)
         return block.view(dtype).view(tuple(shape))
 
-    def release(self, keep: Callable[[Tensor], bool]) -> int:
-        """Give all pages back; returns how many bytes. Nothing may be queued on them.
+    def save(self, keep: Callable[[Tensor], bool] | None = None) -> None:
+        """Copy blocks for which `keep` is true, or all, to the host, from where `restore` has them.
 
-        Blocks for which `keep` is true are copied to the host first, and back by `restore`: uint8
-        tensors, each the memory of one tensor that was allocated. The host's copy, pinned on a GPU,
-        is made by the first release and kept for the next ones.
+        Blocks are uint8 tensors, each the memory of one tensor that was allocated. The host's copy,
+        pinned on a GPU, is made by the first call and kept for the next ones. RuntimeError where
+        the host lacks the memory.
         """
-        self._saved = [block for block in self._blocks if keep(block)]
-        self._host += self._new_pieces(sum(map(len, self._saved)) - sum(map(len, self._host)))
-        for saved, host in self._parts():
-            host.copy_(saved)
+        saved = [block for block in self._blocks if keep is None or keep(block)]
+        self._host += self._new_pieces(sum(map(len, saved)) - sum(map(len, self._host)))
+        self._saved = saved
+        for block, host in self._parts():
+            host.copy_(block)
+
+    def release(self) -> int:
+        """Give all pages back; returns how many bytes. Nothing may be queued on them."""
         released = self.held
         self._pages.give_back()
+        self._released = True
         return released
 
     def restore(self) -> None:
-        """Have pages again: what was kept is as it was, all else is 0.
+        """Have pages again, if they are released: what was saved is as it was, all else is 0.
 
         RuntimeError, with nothing restored, where there is too little memory.
         """
+        if not self._released:
+            return
         drop_cached_memory(self.device)
         self._pages.have_again()
+        self._released = False
         kept = {id(block) for block in self._saved}
         for block in self._blocks:
             if id(block) not in kept:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.config import EngineConfig
-from graphengine.core.commands import Command, DigestState, LoadAdapter, UpdateWeights
+from graphengine.core.commands import (
+    Command,
+    DigestState,
+    LoadAdapter,
+    ReleaseMemory,
+    RestoreMemory,
+    SaveMemory,
+    UpdateWeights,
+)
 from graphengine.models.adapters.adapter import AdapterPart
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
@@ -160,6 +168,36 @@ class DriverRuntime(WatchedWaits, RankRuntime):
             self.run(LoadAdapter(slot, os.fspath(folder.absolute())))
             nbytes = sum(part.down.nbytes + part.up.nbytes for part in parts.values())
             self.ranks.wait_until_updated(nbytes)
+
+    def save_memory(self, loaded: LoadedWeights, *, drop: bool) -> None:
+        """Copy the weights of all ranks to the host. RuntimeError, with what each rank lacks."""
+        self._change_memory(loaded, SaveMemory(drop))
+
+    def release_memory(self, loaded: LoadedWeights, *, cache: bool) -> int:
+        """Give the memory of all ranks back; returns how many bytes."""
+        return self._change_memory(loaded, ReleaseMemory(cache))
+
+    def restore_memory(self, loaded: LoadedWeights, *, cache: bool) -> None:
+        """Have the memory of all ranks again. RuntimeError, with what each rank lacks: those that
+        have theirs keep it, and the call can be repeated.
+        """
+        self._change_memory(loaded, RestoreMemory(cache))
+
+    def _change_memory(
+        self, loaded: LoadedWeights, command: SaveMemory | ReleaseMemory | RestoreMemory
+    ) -> int:
+        """The sum of the bytes that ranks say."""
+        assert loaded.memory is not None, "not opened with releasable=True"
+        with self.ranks.explained():
+            own = self.run(command)
+            self.ranks.wait_until_updated(loaded.memory.nbytes)
+            said = [own, *self.ranks.texts()]
+        failed = [f"rank {rank}: {each}" for rank, each in enumerate(said) if not each.isdigit()]
+        if failed:
+            raise RuntimeError(
+                f"memory of {len(failed)} of {len(said)} ranks is as it was: {'; '.join(failed)}"
+            )
+        return sum(map(int, said))
 
     def digests(self) -> list[str]:
         """SHA-256 of the device-owned state that all ranks share, for each rank, after all queued

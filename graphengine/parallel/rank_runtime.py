@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +18,9 @@ from graphengine.core.commands import (
     ReadBlocks,
     ReadScales,
     ReadStates,
+    ReleaseMemory,
+    RestoreMemory,
+    SaveMemory,
     UpdateWeights,
     WriteBlocks,
     WriteStates,
@@ -117,6 +121,17 @@ class RankRuntime(Runtime):
         self.synchronize()
         Runtime.load_adapter(self, self._loaded, command.slot, folder, parts)
 
+    def _save_memory(self, command: SaveMemory) -> str:
+        self.synchronize()
+        return _told(lambda: Runtime.save_memory(self, self._loaded, drop=command.drop))
+
+    def _release_memory(self, command: ReleaseMemory) -> str:
+        return str(Runtime.release_memory(self, self._loaded, cache=command.cache))
+
+    def _restore_memory(self, command: RestoreMemory) -> str:
+        self.synchronize()
+        return _told(lambda: Runtime.restore_memory(self, self._loaded, cache=command.cache))
+
     def _digest_state(self, command: DigestState) -> str:
         """SHA-256 of every device-owned field that is equal on all ranks, in hexadecimal digits."""
         self.synchronize()
@@ -137,5 +152,17 @@ class RankRuntime(Runtime):
         ReadScales: _gathered_scales_id,
         UpdateWeights: _update_weights,
         LoadAdapter: _load_adapter,
+        SaveMemory: _save_memory,
+        ReleaseMemory: _release_memory,
+        RestoreMemory: _restore_memory,
         DigestState: _digest_state,
     }
+
+
+def _told(work: Callable[[], object]) -> str:
+    """Do work that may lack memory, and say "0", or what it lacks: the rank goes on."""
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error) or type(error).__name__
+    return "0"
