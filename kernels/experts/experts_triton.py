@@ -50,6 +50,8 @@ def product_kernel(
     EVEN_K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MINIMUMS: tl.constexpr,
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,7 +83,21 @@ def product_kernel(
         y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
     else:
         y = packed_chain(
-            x_ptrs, weight_ptr, expert, tile, there, M, K, L, BLOCK_M, BLOCK_K, CODE, GROUP, SWIGLU
+            x_ptrs,
+            weight_ptr,
+            expert,
+            tile,
+            there,
+            M,
+            K,
+            L,
+            BLOCK_M,
+            BLOCK_K,
+            CODE,
+            GROUP,
+            BLOCK,
+            MINIMUMS,
+            SWIGLU,
         )
     if GROUPS > 0:
         total = sum_of_rows(squares, L, squares.shape[1])
@@ -176,6 +192,8 @@ def down_kernel(
     EVEN_K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MINIMUMS: tl.constexpr,
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
@@ -206,7 +224,21 @@ def down_kernel(
         y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
     else:
         y = packed_chain(
-            x_ptrs, weight_ptr, expert, tile, there, M, K, L, BLOCK_M, BLOCK_K, CODE, GROUP, False
+            x_ptrs,
+            weight_ptr,
+            expert,
+            tile,
+            there,
+            M,
+            K,
+            L,
+            BLOCK_M,
+            BLOCK_K,
+            CODE,
+            GROUP,
+            BLOCK,
+            MINIMUMS,
+            False,
         )
     if bias_ptr is not None:
         y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, False)[None, :]

@@ -248,14 +248,13 @@ class _Cut(NamedTuple):
 def _cut(product: PairProduct, tile: LinearPlan | ProductTile) -> _Cut:
     """Cut a product; ValueError unless a block of pairs fits the tile, and the tile the weight."""
     tile = _tile(tile, product.grouping, product.weight_EMK)
-    given, code, group = _weight_arguments(product.weight_EMK, tile)
+    given, sizes = _weight_arguments(product.weight_EMK, tile)
     options = {
         "L": tile.lanes,
         "BLOCK_M": tile.block_m,
         "BLOCK_K": tile.block_k,
         "EVEN_K": product.weight_EMK.shape[2] % tile.block_k == 0,
-        "CODE": code,
-        "GROUP": group,
+        **sizes,
         "OVERLAP": tile.overlap,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -276,14 +275,18 @@ def _tile(
 
 def _weight_arguments(
     weight: ExpertWeight, tile: ProductTile
-) -> tuple[torch.Tensor | CodeArgs, str, int]:
-    """Kernel arguments of a weight: its tensors, its code, and the columns that share a scale."""
+) -> tuple[torch.Tensor | CodeArgs, dict[str, Any]]:
+    """Kernel arguments of a weight: its tensors, its code, and the columns that share a scale, or
+    factors on scales.
+    """
     if isinstance(weight, torch.Tensor):
-        return weight, "", 0
+        return weight, {"CODE": "", "GROUP": 0, "BLOCK": 0, "MINIMUMS": False}
     packed_block_rows(tile.block_m)
     if tile.block_k != step_columns(weight.format):
         raise ValueError(
             f"experts in {weight.format.label} are multiplied {step_columns(weight.format)} "
             f"columns at a time, not {tile.block_k}"
         )
-    return code_args(weight), weight.format.code, weight.format.columns
+    kind = weight.format
+    sizes = {"CODE": kind.code, "GROUP": kind.columns, "BLOCK": kind.block}
+    return code_args(weight), {**sizes, "MINIMUMS": kind.has_minimums}

@@ -95,8 +95,8 @@ class WeightFormat(NamedTuple):
 
     @property
     def is_common(self) -> bool:
-        """Whether all kernels take it. Others are for decode's kernel of linears alone: minimums,
-        factors of blocks, and groups of fewer than 32 columns of 8 bits.
+        """Whether prefill's kernels of linears take it, too. They do not take minimums, factors of
+        blocks, nor groups of fewer than 32 columns of 8 bits.
         """
         small = self.bits == 8 and 0 < self.columns < 32
         return not self.has_minimums and not self.block and not small

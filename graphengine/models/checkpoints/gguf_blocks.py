@@ -42,12 +42,6 @@ class GroupForm(NamedTuple):
     block: int = 0
 
     @property
-    def is_common(self) -> bool:
-        """Whether the kernels of experts take it (`WeightFormat.is_common`)."""
-        small = self.bits == 8 and self.columns < 32
-        return not self.minimums and not self.block and not small
-
-    @property
     def pair(self) -> tuple[int, ...]:
         """Last axes of scales, and of factors: the minimum is beside the scale."""
         return (2,) if self.minimums else ()

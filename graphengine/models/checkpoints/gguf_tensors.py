@@ -216,7 +216,7 @@ def _kept(file: GgufFile, parts: Mapping[str, _Part]) -> dict[str, GroupForm]:
     """The linears whose codes are kept, and in which form.
 
     Embeddings and routers are not linears of this kind. Linears that are computed as one have one
-    form; experts have no minimums, nor factors of blocks.
+    form.
     """
     found = {
         name.removesuffix(".weight"): part
@@ -232,9 +232,7 @@ def _kept(file: GgufFile, parts: Mapping[str, _Part]) -> dict[str, GroupForm]:
         kinds = [file.tensors[found[each].stored].kind for each in beside if each in found]
         forms = [FORMS.get(kind) for kind in kinds]
         known = [each for each in forms if each is not None]
-        joined = joined_form(known) if len(known) == len(forms) else None
-        is_kept = joined is not None and (joined.is_common or found[name].expert is None)
-        return joined if is_kept else None
+        return joined_form(known) if len(known) == len(forms) else None
 
     forms = {name: form(name) for name in found}
     return {name: each for name, each in forms.items() if each is not None}

@@ -66,7 +66,7 @@ def launch_packed(
     if not linear_gluon.is_aligned(x):
         # The address of the inputs must not change bits.
         x = x.clone(memory_format=torch.contiguous_format)
-    given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales)
+    given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales, weight.factors)
     # Blocks vary slowest, so that those without pairs come last: their programs hold a place on an
     # SM until they find out. A second block of an expert finds its codes in L2.
     launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), product.units))(

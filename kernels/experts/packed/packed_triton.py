@@ -37,12 +37,15 @@ def packed_chain(
     STEP: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MINIMUMS: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):
     """Products [L, BLOCK_M] of lanes with weight rows in float32; gates and ups of a SwiGLU
     alternate.
 
-    STEP columns are multiplied at a time, GROUP columns share a scale (0: all).
+    STEP columns are multiplied at a time, GROUP columns share a scale (0: all), and BLOCK columns
+    factors on scales (0: there are none). With MINIMUMS a group has a minimum beside its scale.
     """
     R: tl.constexpr = BLOCK_M // 16
     COLUMNS: tl.constexpr = 256 // code_bits(CODE)
@@ -54,6 +57,9 @@ def packed_chain(
     SCALED: tl.constexpr = weight.scales.dtype.element_ty != tl.int16
     ZEROS: tl.constexpr = weight.zeros.dtype.element_ty != tl.int16
     ROW_SCALED: tl.constexpr = weight.row_scales.dtype.element_ty != tl.int16
+    FACTORS: tl.constexpr = (K + BLOCK - 1) // BLOCK if BLOCK > 0 else 1
+    # Values of a group: its rows' scales, then their minimums.
+    PITCH: tl.constexpr = 32 if MINIMUMS else 16
     # Groups of a step: 2 or 4 in a block of 64 columns, 2 in a block of 32, or 1.
     PIECES: tl.constexpr = STEP // GROUP if GROUP > 0 and GROUP < STEP else 1
     PIECE: tl.constexpr = STEP // PIECES
@@ -85,15 +91,22 @@ def packed_chain(
                 y = tl.dot(x, tl.trans(part), y, input_precision="ieee")
             else:
                 group = start // GROUP if GROUP > 0 else step * 0
-                of_group = (of_row * GROUPS + group) * 16 + row % 16
                 in_k = group < GROUPS
                 if ZEROS:
-                    zeros = tl.load(weight.zeros + of_group, mask=in_k & (row >= 0), other=0)
+                    of_zeros = (of_row * GROUPS + group) * 16 + row % 16
+                    zeros = tl.load(weight.zeros + of_zeros, mask=in_k & (row >= 0), other=0)
                     part = (part.to(tl.float32) - _zeros(zeros, CODE)[:, None]).to(x.dtype)
                 product = tl.dot(x, tl.trans(part), input_precision="ieee")
-                scales = tl.load(weight.scales + of_group, mask=in_k & (row >= 0), other=0.0)
-                factors = tl.broadcast_to(_scale_floats(scales)[None, :], (L, BLOCK_M))
-                y = tl.fma(product, factors, y)
+                of_group = (of_row * GROUPS + group) * PITCH + row % 16
+                of_block = of_row
+                if BLOCK > 0:
+                    of_block = (of_row * FACTORS + start // BLOCK) * PITCH + row % 16
+                scales = _floats_of_groups(weight, of_group, of_block, in_k, BLOCK)
+                y = tl.fma(product, tl.broadcast_to(scales[None, :], (L, BLOCK_M)), y)
+                if MINIMUMS:
+                    minimums = _floats_of_groups(weight, of_group + 16, of_block + 16, in_k, BLOCK)
+                    sums = tl.broadcast_to(tl.sum(x.to(tl.float32), 1)[:, None], (L, BLOCK_M))
+                    y = tl.fma(sums, tl.broadcast_to(-minimums[None, :], (L, BLOCK_M)), y)
     if ROW_SCALED:
         y = y * tl.load(weight.row_scales + of_row * 16 + row % 16)[None, :]
     if SWIGLU:
@@ -146,11 +159,12 @@ def _numbers_of_4_bits(words, x_ptrs, CODE: tl.constexpr):
     dtype = x_ptrs.dtype.element_ty
     if _INTERPRETED or dtype == tl.float32:
         words = words.to(tl.int32) & 0xFFFF
-        if CODE == "int4":
-            n0 = ((words & 15) - 8).to(dtype)
-            n1 = ((words >> 4 & 15) - 8).to(dtype)
-            n2 = ((words >> 8 & 15) - 8).to(dtype)
-            n3 = ((words >> 12) - 8).to(dtype)
+        if CODE == "int4" or CODE == "uint4":
+            middle: tl.constexpr = 8 if CODE == "int4" else 0
+            n0 = ((words & 15) - middle).to(dtype)
+            n1 = ((words >> 4 & 15) - middle).to(dtype)
+            n2 = ((words >> 8 & 15) - middle).to(dtype)
+            n3 = ((words >> 12) - middle).to(dtype)
         else:
             n0 = _small_float(words >> 6 & 7, words >> 15).to(dtype)
             n1 = _small_float(words >> 3 & 7, words >> 12 & 1).to(dtype)
@@ -206,6 +220,17 @@ def _zeros(zeros, CODE: tl.constexpr):
     else:
         number = _number_of_byte(zeros.to(tl.int32), CODE)
     return number
+
+
+@triton.jit
+def _floats_of_groups(weight, of_group, of_block, in_k, BLOCK: tl.constexpr):
+    """The values [BLOCK_M] of groups, times their blocks' factors; 0 past the last column."""
+    scales = tl.load(weight.scales + of_group, mask=in_k & (of_group >= 0), other=0.0)
+    floats = _scale_floats(scales)
+    if BLOCK > 0:
+        factors = tl.load(weight.factors + of_block, mask=in_k & (of_block >= 0), other=0.0)
+        floats = floats * factors.to(tl.float32)
+    return floats
 
 
 @triton.jit

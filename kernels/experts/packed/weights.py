@@ -32,6 +32,7 @@ class PackedExperts(NamedTuple):
     scales      [E, B, G, 16] or None; like the others, as in a `PackedWeight`
     zeros       uint8 [E, B, G, 16] or None
     row_scales  float32 [E, 16 * B] or None
+    factors     float16 [E, B, S, 16] or None, for S blocks of columns
     """
 
     format: WeightFormat
@@ -41,11 +42,12 @@ class PackedExperts(NamedTuple):
     scales: Tensor | None
     zeros: Tensor | None
     row_scales: Tensor | None
+    factors: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that are not None."""
-        tensors = (self.codes, self.scales, self.zeros, self.row_scales)
+        tensors = (self.codes, self.scales, self.zeros, self.row_scales, self.factors)
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
@@ -67,6 +69,7 @@ class PackedExperts(NamedTuple):
             zeros=of(self.zeros),
             row_scales=of(self.row_scales),
             order=None,
+            factors=of(self.factors),
         )
 
     def floats(self, index: int) -> Tensor:
@@ -79,14 +82,8 @@ def empty_experts(
 ) -> PackedExperts:
     """Uninitialised weights [E, M, K]; on the device "meta" they take no memory.
 
-    ValueError as in `linear.packed.pack`, for reordered columns, and for formats that not all
-    kernels take.
+    ValueError as in `linear.packed.pack`, and for reordered columns.
     """
-    if not form.format.is_common:
-        raise ValueError(
-            f"experts in {form.format.label}: their kernels take neither minimums, factors of "
-            f"blocks of columns, nor groups of fewer than 32 columns of 8 bits"
-        )
     if form.ordered:
         raise ValueError("the kernels of experts take columns in order, and these have another")
     experts, M, K = shape
@@ -107,6 +104,7 @@ def empty_experts(
         scales=all_of(one.scales),
         zeros=all_of(one.zeros),
         row_scales=all_of(one.row_scales),
+        factors=all_of(one.factors),
     )
 
 
@@ -137,6 +135,7 @@ class CodeArgs(NamedTuple):
     scales: Tensor
     zeros: Tensor
     row_scales: Tensor
+    factors: Tensor
 
 
 def code_args(experts: PackedExperts) -> CodeArgs:
@@ -146,7 +145,8 @@ def code_args(experts: PackedExperts) -> CodeArgs:
     def given(tensor: Tensor | None) -> Tensor:
         return codes if tensor is None else tensor
 
-    return CodeArgs(codes, given(experts.scales), given(experts.zeros), given(experts.row_scales))
+    tensors = (experts.scales, experts.zeros, experts.row_scales, experts.factors)
+    return CodeArgs(codes, *map(given, tensors))
 
 
 def step_columns(kind: WeightFormat) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from extent import extent
 from graphengine import Engine, SamplingParams
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -344,6 +346,33 @@ def test_linears_computed_as_one_are_kept_in_one_form(
             if scheme is not None:
                 weight = read_weight(scheme, tensors, name, (rows, linear.shape[1])).weight
                 assert torch.equal(dequantise(weight), plain[f"{name}.weight"]), name
+
+
+def test_experts_of_a_mixture_are_kept_exactly(
+    write: Callable[..., Case], device: str, eager: Any
+) -> None:
+    """As in a Q4_K_M file, in which down of some layers is in Q6_K."""
+
+    def kind(stored: str) -> str:
+        return "Q6_K" if "attn_v" in stored or "blk.1.ffn_down" in stored else "Q4_K"
+
+    sizes = {**WIDE, "num_hidden_layers": 2, "moe_intermediate_size": 256}
+    case = write("Qwen3Moe", kind, sizes)
+    model = read_model(Checkpoint.open(case.file)).allocate(device="meta", dtype=torch.bfloat16)
+    labels = [each.format.label for each in model.packed() if isinstance(each, PackedExperts)]
+    q4_k, q6_k = "uint4-1x32-minimums-of256", "int8-1x16-of256"
+    assert labels == [q4_k, q4_k, q4_k, q6_k]
+    checkpoint = Checkpoint.open(case.file)
+    quantisation, tensors = quantisation_of(checkpoint), checkpoint.mapped()
+    assert quantisation is not None
+    plain = Checkpoint.open(case.oracle.path).mapped()
+    for layer, last in itertools.product((0, 1), ("gate_proj", "down_proj")):
+        name = f"model.layers.{layer}.mlp.experts.3.{last}"
+        scheme = quantisation.scheme(name)
+        assert scheme is not None
+        weight = read_weight(scheme, tensors, name, (256, 256)).weight
+        assert torch.equal(dequantise(weight), plain[f"{name}.weight"]), name
+    assert_as_plain(case, device, eager)
 
 
 def test_what_is_widened_or_joined_is_logged(

@@ -22,7 +22,6 @@ from graphengine.kernels.linear.packed import pack, packed_form
 from graphengine.kernels.linear.quantised import (
     QuantisedWeight,
     WeightFormat,
-    format_of,
     packed_halves,
 )
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
@@ -42,6 +41,13 @@ FORMATS = {
     "int4-1x256": torch.bfloat16,
     "e2m1-1x32": torch.uint8,
     "e2m1-1x16": torch.float8_e4m3fn,
+    "int8-1x16": torch.float32,
+    "int4-1x64-minimums": torch.bfloat16,
+    "uint4-1x32-minimums": torch.float16,
+    "uint4-1x16-minimums-of256": torch.int8,
+    "uint4-1x32-minimums-of256": torch.int8,
+    "int8-1x32-minimums-of256": torch.int8,
+    "int8-1x16-of256": torch.int8,
 }
 
 
@@ -52,20 +58,30 @@ def quantised(
     codes = torch.randint(0, 256 if kind.bits == 8 else 16, (M, K), generator=generator).byte()
     if kind.code == "e4m3":
         codes[(codes & 127) == 127] = 0
-    size = {"e4m3": 100.0, "int8": 75.0, "int4": 4.5, "e2m1": 2.5}[kind.code] * K**0.5
-    groups = kind.groups(M, K)
+    sizes = {"e4m3": 100.0, "int8": 75.0, "int4": 4.5, "uint4": 4.5, "e2m1": 2.5}
+    size = sizes[kind.code] * K**0.5
+    pair = (2,) if kind.has_minimums else ()
+    groups = (*kind.groups(M, K), *pair)
     values = (torch.rand(groups, generator=generator) + 0.5) / size
-    whole = None
+    whole = factors = None
     if scales == torch.uint8:
         values = torch.randint(119, 124, groups, generator=generator).byte()
     elif scales == torch.float8_e4m3fn:
         whole, values = torch.tensor(1 / 64 / size), values * 64 * size
+    elif scales == torch.int8:
+        # Factors are as large for all columns but the last block's.
+        values = values * 40 * size
+        factors = values.new_full((M, -(-K // kind.block), *pair), 1 / 40 / size).half()
+        factors[:, -1:] *= 2
+    if kind.has_minimums:
+        # Codes from 0 on have their mean subtracted.
+        values[..., 1] *= 7.5 if kind.code == "uint4" else 1
     zeros = None
     if kind.has_zeros:
         zeros = torch.randint(4, 12, groups, generator=generator).byte()
     if kind.bits == 4:
         codes = packed_halves(codes)
-    return QuantisedWeight(kind, codes, values.to(scales), whole, zeros)
+    return QuantisedWeight(kind, codes, values.to(scales), whole, zeros, factors=factors)
 
 
 def packed_experts(label, E, M, K, *, swiglu, device, seed=0, idle=()) -> PackedExperts:
@@ -79,7 +95,7 @@ def packed_experts(label, E, M, K, *, swiglu, device, seed=0, idle=()) -> Packed
         fill_expert(experts, index, pack(weight, swiglu=swiglu))
         if index in idle:
             place = experts.expert(index)
-            for tensor in (place.scales, place.row_scales):
+            for tensor in (place.scales, place.row_scales, place.factors):
                 if tensor is not None and tensor.dtype.is_floating_point:
                     tensor.fill_(NAN)
     return experts
@@ -89,8 +105,10 @@ class Case:
     """Operands of some lanes, some of them padded; lanes choose among the first `used` experts."""
 
     def __init__(
-        self, label, dtype, device, *, lanes=3, hidden=136, ffn=40, top_k=2, used=3, E=4, gated=True
+        self, label, dtype, device, *, lanes=3, hidden=0, ffn=40, top_k=2, used=3, E=4, gated=True
     ):
+        # Two blocks of columns that share factors.
+        hidden = hidden or (272 if "of" in label else 136)
         generator = torch.Generator().manual_seed(1)
         self.label, self.E, self.gated = label, E, gated
         self.slot = torch.arange(lanes, dtype=torch.int32)
@@ -247,7 +265,13 @@ def test_experts_as_gpt_oss_has_them(dtype, device):
     [(3, 2, True), (1, 1, True), (3, 2, False)],
     ids=["several", "all to one", "no gates"],
 )
-@pytest.mark.parametrize("label", ["e4m3-128x128", "int4-1x32", "int8-1x0", "e2m1-1x32"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        *("e4m3-128x128", "int4-1x32", "int8-1x0", "e2m1-1x32"),
+        *("uint4-1x32-minimums-of256", "int8-1x16-of256"),
+    ],
+)
 def test_a_chunk_means_what_the_weights_mean(label, used, top_k, gated, dtype, device):
     case = Case(label, dtype, device, lanes=20, used=used, top_k=top_k, gated=gated)
     _, _, hidden = case.gate_up.shape
@@ -285,7 +309,3 @@ def test_what_does_not_fit_is_refused():
         fill_expert(experts, 1, pack(weight, swiglu=True))
     with pytest.raises(ValueError, match="columns in order, and these have another"):
         empty_experts(form._replace(ordered=True), (2, 32, 64), swiglu=True, device="cpu")
-    form = packed_form(format_of("q4_k"), torch.int8)
-    message = "experts in uint4-1x32-minimums-of256: their kernels take neither minimums, "
-    with pytest.raises(ValueError, match=message):
-        empty_experts(form, (2, 32, 256), swiglu=True, device="cpu")

@@ -62,12 +62,14 @@ def random_experts(
         room(one.scales),
         room(one.zeros),
         room(one.row_scales),
+        room(one.factors),
     )
     for index, weight in enumerate(packed):
         fill_expert(experts, index, weight)
     for index in idle:
         for tensor in experts.expert(index).tensors:
-            tensor.fill_(NAN if tensor.dtype.is_floating_point else 255)
+            whole = tensor if tensor.dtype.is_floating_point else tensor.view(torch.uint8)
+            whole.fill_(NAN if tensor.dtype.is_floating_point else 255)
     return experts
 
 
@@ -261,6 +263,9 @@ def check(case: Case, plan: LinearPlan, sizes: tuple[int, ...], close: Any) -> N
         ("int8 in groups", FP16, 2, 104, 24, THIN, extent((8,), (0, 8)), True),
         ("int4 with zeros", FP16, 3, 136, 40, THIN, extent((8,), (0, 8)), True),
         ("nvfp4", BF16, 2, 136, 40, WIDE, extent((0,), (0, 8)), True),
+        # Minimums, and factors of blocks of columns, of which each weight has two.
+        ("q4_k", BF16, 2, 264, 264, WIDE, extent((8,), (0, 8)), True),
+        ("q6_k", FP16, 2, 264, 40, THIN, extent((0,), (0, 8)), True),
         # Squared ReLUs of rows that end in a block.
         ("e4m3 in blocks", BF16, 3, 136, 40, THIN, extent((8,), (0, 8)), False),
         *extent([], [("nvfp4", FP16, 2, 136, 96, WIDE, (0, 8), False)]),
@@ -283,8 +288,7 @@ def slice_experts(experts: PackedExperts, held: range) -> PackedExperts:
     """Some of them, in memory of their own."""
     _, *shape = experts.shape
     tensors = (
-        None if each is None else each[held.start : held.stop].clone()
-        for each in (experts.codes, experts.scales, experts.zeros, experts.row_scales)
+        None if each is None else each[held.start : held.stop].clone() for each in (*experts[3:],)
     )
     return PackedExperts(experts.format, (len(held), *shape), experts.swiglu, *tensors)
 
