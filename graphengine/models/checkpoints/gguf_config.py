@@ -30,6 +30,7 @@ class GgufFamily(NamedTuple):
                   pairs
     plus_one      whether norms are stored plus 1, which the model adds
     mixed         whether layers without heads of keys and values are convolutions
+    biases        keys that say whether there are biases, and the module whose bias tells it
     """
 
     architecture: str
@@ -39,6 +40,7 @@ class GgufFamily(NamedTuple):
     paired: bool = False
     plus_one: bool = False
     mixed: bool = False
+    biases: Mapping[str, str] = _NONE
 
 
 _GEMMA_NORMS = {
@@ -46,9 +48,17 @@ _GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 FAMILIES: Mapping[str, GgufFamily] = {
-    "llama": GgufFamily("LlamaForCausalLM", paired=True),
+    "llama": GgufFamily(
+        "LlamaForCausalLM",
+        paired=True,
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_gate"},
+    ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily(
@@ -113,6 +123,37 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "ffn_down": "feed_forward.w2",
         },
         mixed=True,
+    ),
+    "seed_oss": GgufFamily(
+        "SeedOssForCausalLM",
+        layer={"post_attention_norm": "post_attention_layernorm"},
+        biases={
+            "attention_bias": "attn_q",
+            "attention_out_bias": "attn_output",
+            "mlp_bias": "ffn_gate",
+        },
+    ),
+    "olmo2": GgufFamily(
+        "Olmo2ForCausalLM", layer=_NORMS_AFTER, biases={"attention_bias": "attn_q"}
+    ),
+    "exaone4": GgufFamily(
+        "Exaone4ForCausalLM",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "layer_types",
+        },
+        # transformers takes a missing window for one of 4096.
+        fixed={"sliding_window": None},
+        layer=_NORMS_AFTER,
+    ),
+    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
+    "hunyuan-dense": GgufFamily(
+        "HunYuanDenseV1ForCausalLM",
+        layer={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        biases={"attention_bias": "attn_q"},
     ),
 }
 """The architectures that are read, by the name in `general.architecture`."""
@@ -228,9 +269,10 @@ def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> 
     config["vocab_size"] = _vocabulary(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["eos_token_id"] = _end_ids(file)
-    if family.architecture == "LlamaForCausalLM":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    for name, module in family.biases.items():
+        config[name] = f"blk.0.{module}.bias" in file.tensors
+    if "layer_types" in config:
+        config["layer_types"] = _window_types(config)
     if family.mixed:
         config |= _mixture(file, own, config["num_hidden_layers"])
     if family.architecture in _GEMMA_27B:
@@ -346,6 +388,17 @@ def _mixture(file: GgufFile, own: Mapping[str, Any], layers: Any) -> dict[str, A
         "num_key_value_heads": max(heads),
         "conv_bias": any(name in file.tensors for name in biases),
     }
+
+
+def _window_types(config: Mapping[str, Any]) -> Any:
+    """The type of each layer, from flags of those that have a window."""
+    flags, count = config["layer_types"], config["num_hidden_layers"]
+    if type(flags) is bool:
+        flags = [flags] * count
+    if not isinstance(flags, list) or not all(type(flag) is bool for flag in flags):
+        # The model's config refuses it.
+        return flags
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
 def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:

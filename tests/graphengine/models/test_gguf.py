@@ -127,6 +127,12 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 7,
         "tie_word_embeddings": True,
     },
+    "SeedOss": {"attention_bias": True, "attention_out_bias": True},
+    "Olmo2": {"num_key_value_heads": 3, "hidden_size": 192, "head_dim": None},
+    "Exaone4": {"sliding_window": None},
+    "Exaone4-windows": {"sliding_window": 8, "num_hidden_layers": 4},
+    "Ernie4_5": {"use_bias": True},
+    "HunYuanDenseV1": {"attention_bias": True},
 }
 # Transformers reads neither the size of experts nor the scale of attention, and takes its defaults.
 READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {

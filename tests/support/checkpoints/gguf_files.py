@@ -32,6 +32,11 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Lfm2ForCausalLM": "lfm2",
+    "SeedOssForCausalLM": "seed_oss",
+    "Olmo2ForCausalLM": "olmo2",
+    "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
 }
 PAIRED = ("llama", "granite", "smollm3")
 # Matrices that the converter leaves in 32 bits.
@@ -230,6 +235,10 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
             given[name] = config[name]
     if arch in ("gemma2", "gemma3", "phi3"):
         given["attention.sliding_window"] = config.get("sliding_window")
+    if arch == "exaone4" and config["sliding_window"] is not None:
+        given["attention.sliding_window"] = config["sliding_window"]
+        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+        given["attention.sliding_window_pattern"] = kinds
     if arch == "granite":
         given["attention.scale"] = config["attention_multiplier"]
         given["embedding_scale"] = config["embedding_multiplier"]
