@@ -106,6 +106,8 @@ class Checkpoint:
     drawn_on: str | None = None
     merge: Merge | None = None
     tokenizer_file: Path | None = None
+    # Answers of `is_zero`. A copy has its own: it may have parts of the tensors.
+    _zeros: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
@@ -255,6 +257,15 @@ class Checkpoint:
         A look-up raises ValueError if the file has changed since `open`, or cannot be read.
         """
         return _MappedTensors(self)
+
+    def is_zero(self, name: str) -> bool:
+        """Whether a tensor has no other number than 0. It is read once.
+
+        ValueError as in `mapped`.
+        """
+        if name not in self._zeros:
+            self._zeros[name] = not bool(self.mapped()[name].any())
+        return self._zeros[name]
 
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors mapped from `file`, each valid until the next one is yielded."""

@@ -43,15 +43,14 @@ def read_torchao(checkpoint: Checkpoint, config: Mapping[str, Any], inside: str)
     )
     _check_type(config.get("quant_type"), inside)
     names: dict[WeightFormat, set[str]] = {}
-    values = checkpoint.mapped()
     for name, codes in checkpoint.tensors.items():
         linear = name.removesuffix(_CODES)
         if linear != name:
             kind = _format(checkpoint, linear, codes)
             # Symmetric weights have zero points of 0, and so must floats.
             zeros = f"{linear}{_ZEROS}"
-            if codes.dtype == torch.int8 and zeros in values:
-                kind = kind._replace(has_zeros=bool(values[zeros].any()))
+            if codes.dtype == torch.int8 and zeros in checkpoint.tensors:
+                kind = kind._replace(has_zeros=not checkpoint.is_zero(zeros))
             names.setdefault(kind, set()).add(linear)
     if not names:
         raise ValueError(

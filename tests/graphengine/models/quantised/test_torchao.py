@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_groups_are_those_of_the_shapes(
     tmp_path: Path, groups: tuple[int, int], zero: int, expected: str
 ) -> None:
     assert label(stored(tmp_path, int8(*groups, zero=zero))) == expected
+
+
+def test_zero_points_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the config is asked for; a copy reads its own."""
+    checkpoint = stored(tmp_path, int8(64, 1, zero=5))
+    assert label(checkpoint) == "int8-1x0-zeros"
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "mapped", lambda self: pytest.fail("tensors were read"))
+        assert label(checkpoint) == "int8-1x0-zeros"
+    first, *_ = checkpoint.mapped().values()
+    of_zeros = replace(checkpoint)
+    with monkeypatch.context() as patch:
+        zeros = dict.fromkeys(checkpoint.tensors, torch.zeros_like(first))
+        patch.setattr(Checkpoint, "mapped", lambda self: zeros)
+        assert label(of_zeros) == "int8-1x0"
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
