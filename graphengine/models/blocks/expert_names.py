@@ -22,6 +22,7 @@ class ExpertNames(NamedTuple):
                  gates come first, with outputs before inputs: [E, 2F, H] and [E, H, F]
     transposed   whether, with gates first, inputs come before outputs: [E, H, 2F] and [E, F, H]
     shared       prefix of the shared feed-forward's tensors
+    latents      linears that make experts' latent of the stream, and the stream's sum of theirs
     shared_gate  of the gate on the shared feed-forward's output, without ".weight"
     other        the names, or the layout, in other checkpoints of the family; None: all have the
                  same
@@ -39,6 +40,7 @@ class ExpertNames(NamedTuple):
     transposed: bool = False
     shared: str = "shared_experts."
     shared_gate: str = "shared_expert_gate"
+    latents: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     other: ExpertNames | None = None
 
     @property

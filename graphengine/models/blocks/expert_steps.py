@@ -2,7 +2,8 @@
 
 Decode runs one kernel for the router and its product and two over the chosen experts; where (lane,
 expert) pairs are grouped, another one before these two. A chunk of a prompt always groups them.
-Experts with norms of their own have programs of their own, at the end.
+Experts of a latent have a product before and after them. Experts with norms of their own have
+programs of their own, at the end.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k experts of a lane, P = N * k
 pairs.
@@ -26,8 +27,11 @@ from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_bl
 from graphengine.kernels.experts.router import Routes, route
 from graphengine.kernels.experts.router_product import route_product
 from graphengine.kernels.experts.shared_gate import gate_lanes
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.layer_inputs import rounded
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.kernels.norm_rope.post_norm import add_normed
 from graphengine.kernels.step.state import DecodeLanes
@@ -39,7 +43,13 @@ from graphengine.models.blocks.lanes_of_ranks import (
     sum_of_own,
 )
 from graphengine.models.blocks.norms import ExpertNorms, NextNorm, Sandwich
-from graphengine.models.blocks.streams import PrefillScratch, add_chunk, add_part
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    add_chunk,
+    add_part,
+    add_product,
+    part_product,
+)
 from graphengine.models.launches import DecodeLaunch, Reduce, Share
 from graphengine.models.routing import layer_ids, tell_routes
 
@@ -83,9 +93,15 @@ def decode_experts(
         )
     routes = _routes(weights, residual.scaled, residual.squares, slot, launch)
     lanes = RoutedLanes(residual.scaled, slot, routes, residual.squares)
+    if weights.latents is not None:
+        enter, _ = weights.latents
+        call = launch.call("latent_enter", residual, enter, slot, eps=block.norm_eps)
+        lanes = RoutedLanes(linear(call, STORE), slot, routes)
     if launch.experts is not None:
         lanes = lanes_of_all(lanes, launch.experts)
     chosen = _choose(weights, lanes, launch)
+    if weights.latents is not None:
+        return _add_latent(weights, chosen, shared, row, residual, next_norm, launch)
     if launch.reduce is None and launch.experts is None:
         return _add(weights, chosen, shared, row, residual, next_norm, launch)
     part, own = _part(weights, chosen, launch), None
@@ -193,6 +209,39 @@ def _add(
     return weights.shared.add(shared, row, residual, next_norm, launch)
 
 
+def _add_latent(
+    weights: ExpertsWeights,
+    chosen: ChosenExperts,
+    shared: Tensor | None,
+    row: DecodeLanes,
+    residual: Residual,
+    next_norm: Tensor,
+    launch: DecodeLaunch,
+) -> Residual:
+    """`residual` plus what a linear makes of the latent of the chosen experts, and plus the
+    `shared` ones.
+
+    Of ranks that split experts, each has a part of the latent, which need not be whole before the
+    linear: one all-reduce sums what the linear makes of it and the shared ones' parts.
+    """
+    assert weights.latents is not None
+    slot, of_all = row.slot, launch.experts
+    latent = _part(weights, chosen, launch)
+    if of_all is not None:
+        latent = sum_of_own(latent, of_all)
+    latent = rounded(latent, slot, residual.scaled.dtype, pdl=launch.pdl)
+    call = launch.call("latent_leave", latent, weights.latents[1], slot)
+    if launch.reduce is not None and of_all is None:
+        part = part_product(call)
+        if weights.shared is not None and shared is not None:
+            part += weights.shared.part(shared, row, launch)
+        return add_part(part, slot, residual, next_norm, launch=launch)
+    residual = add_product(call, residual, next_norm, launch)
+    if weights.shared is None or shared is None:
+        return residual
+    return weights.shared.add(shared, row, residual, next_norm, launch)
+
+
 def _part(weights: ExpertsWeights, chosen: ChosenExperts, launch: DecodeLaunch) -> Tensor:
     """Float32, a row for each lane: the part of the output that this rank's experts make."""
     return expert_part(
@@ -248,12 +297,22 @@ def _routed_chunk(
     """The sum of the experts of each lane, whose input is `scratch.h`; of several ranks that split
     every expert, this rank's part. It may be `scratch.h`.
     """
-    lanes, group = RoutedLanes(scratch.h, slot, routes), scratch.launch.experts
+    block, latents = weights.block, weights.latents
+    given, summed = scratch.h, scratch.h
+    if latents is not None:
+        given = scratch.take(block.latent, after=block.pairs_width)
+        summed = scratch.take(block.latent, after=block.pairs_width + block.latent)
+        scratch.product(scratch.h, latents[0], None, out=given)
+    lanes, group = RoutedLanes(given, slot, routes), scratch.launch.experts
     if group is None:
-        return _chunk_sum(weights, lanes, scratch, out=scratch.h)
-    lanes = lanes_of_all(lanes, group)
-    out = lanes.x.new_empty(lanes.x.shape)
-    return sum_of_own(_chunk_sum(weights, lanes, scratch, out=out), group)
+        summed = _chunk_sum(weights, lanes, scratch, out=summed)
+    else:
+        lanes = lanes_of_all(lanes, group)
+        out = lanes.x.new_empty(lanes.x.shape)
+        summed = sum_of_own(_chunk_sum(weights, lanes, scratch, out=out), group)
+    if latents is None:
+        return summed
+    return scratch.product(summed, latents[1], None, out=scratch.h)
 
 
 def _chunk_routes(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Routes:
@@ -279,7 +338,7 @@ def _chunk_sum(
 ) -> Tensor:
     """The sum of each lane's experts that this rank has."""
     block, pdl = weights.block, scratch.launch.pdl
-    ffn, hidden, held = block.ffn_size, block.hidden_size, block.held
+    ffn, width, held = block.ffn_size, block.width, block.held
     up_tile, down_tile = _chunk_tiles(weights, len(lanes.slot), out.dtype)
     pairs = block.sharing * block.router.top_k
     grouping = group_pairs(
@@ -313,7 +372,7 @@ def _chunk_sum(
         grouping=grouping,
         held=held,
         bias_EH=_own_bias(weights, scratch.launch.share),
-        products=scratch.take(pairs * hidden, after=pairs * ffn).view(-1, hidden),
+        products=scratch.take(pairs * width, after=pairs * ffn).view(-1, width),
         out=out,
         pdl=pdl,
     )
@@ -327,7 +386,7 @@ def _chunk_tiles(
     tiles = [
         chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
         for weight, columns in (
-            (weights.gate_up, block.hidden_size),
+            (weights.gate_up, block.width),
             (weights.down, block.ffn_size),
         )
     ]

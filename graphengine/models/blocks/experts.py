@@ -1,12 +1,15 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs, or
 of feed-forwards without gates, which have a squared ReLU.
 
+Experts may read and write a latent: one linear makes it of the stream, and another one the stream's
+sum of what they write.
+
 With several ranks, each has a part of every expert's width, or some whole experts, and all of the
 router, so all ranks choose alike, and one all-reduce sums the chosen and the shared experts. Or
 each rank has lanes of its own and shares its experts with all others (`lanes_of_ranks.py`). The
 programs are in `expert_steps.py`.
 
-Letters: H hidden, F ffn width of an expert, E experts.
+Letters: H hidden, L latent, F ffn width of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from graphengine.kernels.norm_rope.activation import Gating
 from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
 from graphengine.models.blocks.mlp import Mlp, MlpWeights
 from graphengine.models.blocks.norms import ExpertNorms
-from graphengine.models.blocks.streams import tensors_of
+from graphengine.models.blocks.streams import new_weights, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.weights import Stack, StoredLinear, Weight
@@ -48,6 +51,7 @@ class Experts:
     corrected  whether experts are chosen by scores with a correction
     bias       whether the products of the router and of the experts have biases
     gating     what replaces silu(gate) * up in experts
+    latent     values of what experts read and write; 0: they read and write the stream
     own_norms  whether router, experts and the shared feed-forward, which there is then, each have
                norms of their own (`norms.py`)
     names      of the checkpoint's tensors
@@ -66,6 +70,7 @@ class Experts:
     corrected: bool = False
     bias: bool = False
     gating: Gating = "silu"
+    latent: int = 0
     own_norms: bool = False
     names: ExpertNames = QWEN_NAMES
 
@@ -76,12 +81,16 @@ class Experts:
         Ranks split the width of each expert, or have whole ones; they split the width of the shared
         feed-forward. Each rank has the whole router.
         """
-        hidden, count = self.hidden_size, len(self.own)
-        inner = Linear("swiglu" if self.gated else "store", self.rows, hidden, experts=count)
-        down = Linear("residual", hidden, self.ffn_size, experts=count)
+        hidden, width, count = self.hidden_size, self.width, len(self.own)
+        inner = Linear("swiglu" if self.gated else "store", self.rows, width, experts=count)
+        down = Linear("residual", width, self.ffn_size, experts=count)
         if self.held is None:
             inner, down = inner._replace(shard="rows"), down._replace(shard="columns")
         of_experts = {self.inner_name: inner, "expert_down": down}
+        if self.latent:
+            # Every rank has all of both.
+            enter, leave = Linear("store", width, hidden), Linear("residual", hidden, width)
+            of_experts = {"latent_enter": enter, **of_experts, "latent_leave": leave}
         if self.shared is None:
             return of_experts
         (first, inner), (last, down) = self.shared.linears.items()
@@ -91,6 +100,11 @@ class Experts:
     def inner_name(self) -> str:
         """The name of the experts' first linear."""
         return "expert_gate_up" if self.gated else "expert_up"
+
+    @property
+    def width(self) -> int:
+        """Values that an expert reads, and writes."""
+        return self.latent or self.hidden_size
 
     @property
     def rows(self) -> int:
@@ -119,6 +133,8 @@ class Experts:
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: self.names.shared + first for name, first in shared.items()}
         names[self.inner_name], names["expert_down"] = self.expert_names(self.own[0])
+        if self.latent:
+            names["latent_enter"], names["latent_leave"] = self.names.latents
         return names
 
     def expert_names(self, index: int) -> tuple[str, str]:
@@ -141,13 +157,18 @@ class Experts:
     @property
     def routed_width(self) -> int:
         """`prefill_width` without the shared feed-forward, whose place comes after it."""
-        return self.sharing * self.router.top_k * (self.ffn_size + self.hidden_size)
+        return self.pairs_width + 2 * self.latent
+
+    @property
+    def pairs_width(self) -> int:
+        """`routed_width` without the latents that experts read and write."""
+        return self.sharing * self.router.top_k * (self.ffn_size + self.width)
 
     @property
     def expert_parameters(self) -> int:
         """Values of the weights of one expert."""
-        biases = self.rows + self.hidden_size if self.bias else 0
-        return (self.rows + self.ffn_size) * self.hidden_size + biases
+        biases = self.rows + self.width if self.bias else 0
+        return (self.rows + self.ffn_size) * self.width + biases
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -169,7 +190,11 @@ class Experts:
                 return new(*shape)
             return empty_experts(form, shape, swiglu=swiglu, device=device)
 
-        hidden, ffn = self.hidden_size, self.ffn_size
+        hidden, ffn, width = self.hidden_size, self.ffn_size, self.width
+        latents = None
+        if self.latent:
+            weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
+            latents = (weight("latent_enter", width, hidden), weight("latent_leave", hidden, width))
         firsts, downs = zip(*map(self.expert_names, self.own), strict=True)
         return ExpertsWeights(
             block=self,
@@ -187,12 +212,13 @@ class Experts:
                     prefix + self.names.shared, forms, device=device, dtype=dtype
                 )
             ),
-            gate_up=of_all(firsts, self.rows, hidden, swiglu=self.gated),
-            down=of_all(downs, hidden, ffn, swiglu=False),
+            latents=latents,
+            gate_up=of_all(firsts, self.rows, width, swiglu=self.gated),
+            down=of_all(downs, width, ffn, swiglu=False),
             shared_gate=new(1, hidden) if self.shared_gate else None,
             gate_bias=new(self.experts) if self.bias else None,
             gate_up_bias=new(len(self.own), self.rows) if self.bias else None,
-            down_bias=new(len(self.own), hidden) if self.bias else None,
+            down_bias=new(len(self.own), width) if self.bias else None,
             norms=(
                 ExpertNorms.empty(hidden, self.experts, device=device, dtype=dtype)
                 if self.own_norms
@@ -211,6 +237,8 @@ class ExpertsWeights:
     shared_gate  `[1, H]`
     gate_bias   of the router's product
     norms       of experts beside a feed-forward; None: all read the stream after one norm
+    latents     `[L, H]` before experts that read and write a latent, `[H, L]` after them; None:
+                these read and write the stream
     """
 
     block: Experts
@@ -225,11 +253,22 @@ class ExpertsWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     norms: ExpertNorms | None = None
+    latents: tuple[AnyWeight, AnyWeight] | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """Linears of each expert and of the shared feed-forward; a router is never packed."""
-        shared = [] if self.shared is None else self.shared.linears()
-        return (self._stacked_linears() if self.block.stacked else self._expert_linears()) + shared
+        """Linears of each expert, of latents and of the shared feed-forward; a router is never
+        packed.
+        """
+        others = [] if self.shared is None else self.shared.linears()
+        if self.latents is not None:
+            others += self._latent_linears(*self.latents)
+        return (self._stacked_linears() if self.block.stacked else self._expert_linears()) + others
+
+    def _latent_linears(self, *weights: AnyWeight) -> list[StoredLinear]:
+        return [
+            StoredLinear(weight, ((self.prefix + name, weight.shape[0]),))
+            for weight, name in zip(weights, self.block.names.latents, strict=True)
+        ]
 
     def _stacked_linears(self) -> list[StoredLinear]:
         block, ffn = self.block, self.block.ffn_size
@@ -255,7 +294,7 @@ class ExpertsWeights:
                 ),
                 StoredLinear(
                     down_weight,
-                    ((down, block.hidden_size),),
+                    ((down, block.width),),
                     axis=block.axis(1),
                     expert=True,
                     stack=stack,
@@ -264,7 +303,7 @@ class ExpertsWeights:
         return found
 
     def _expert_linears(self) -> list[StoredLinear]:
-        block, ffn, hidden = self.block, self.block.ffn_size, self.block.hidden_size
+        block, ffn, width = self.block, self.block.ffn_size, self.block.width
         found = []
         for index, expert in enumerate(block.own):
             *firsts, down = (self.prefix + name for name in block.names.of_expert(expert))
@@ -278,7 +317,7 @@ class ExpertsWeights:
                 ),
                 StoredLinear(
                     _of_expert(self.down, index),
-                    ((down, hidden),),
+                    ((down, width),),
                     axis=block.axis(1),
                     expert=True,
                 ),
@@ -297,8 +336,11 @@ class ExpertsWeights:
         return names | self._beside()
 
     def _beside(self) -> dict[str, Weight]:
-        """What belongs to the shared feed-forward, and norms."""
+        """What belongs to the shared feed-forward, latents and norms."""
         names = {} if self.shared is None else self.shared.stored()
+        if self.latents is not None:
+            for linear in self._latent_linears(*self.latents):
+                names |= linear.views()
         if self.norms is not None:
             names |= self.norms.stored(self.prefix)
         if self.shared_gate is not None:
@@ -341,7 +383,7 @@ class ExpertsWeights:
         axes = (0, 0, 0, 0) if self.block.held is not None else (2, 1, 1, None)
         gates, downs, gate_biases, down_biases = axes
         if isinstance(self.gate_up, Tensor):
-            pairs = self.gate_up.view(experts, 2, -1, self.block.hidden_size)
+            pairs = self.gate_up.view(experts, 2, -1, self.block.width)
             # The layout of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
             names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), gates)
         if isinstance(self.down, Tensor):
@@ -358,6 +400,7 @@ class ExpertsWeights:
         others = (self.gate_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
         routed = tensors_of(self.gate, self.gate_up, self.down, self.correction, *others)
         routed += [] if self.norms is None else self.norms.tensors()
+        routed += [] if self.latents is None else tensors_of(*self.latents)
         return routed + ([] if self.shared is None else self.shared.tensors())
 
     def to_compute_with(self) -> ExpertsWeights:

@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3: each layer is a norm and either Mamba2, attention, an MLP or experts.
 
-Attention has no position encoding, and the MLP and the experts have a squared ReLU and no gates.
+Attention has no position encoding, and the MLP and the experts have a squared ReLU and no gates. In
+Super and Ultra experts read and write a latent.
 """
 
 from __future__ import annotations
@@ -129,9 +130,8 @@ def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
 
 def _experts(settings: dict[str, Any]) -> Experts:
     """The experts, and the shared one, which there always is."""
-    for name, only in (("moe_latent_size", None), ("n_shared_experts", 1)):
-        if settings[name] not in (None, only):
-            raise unsupported(name, settings[name], "null" if only is None else f"null or {only}")
+    if settings["n_shared_experts"] not in (None, 1):
+        raise unsupported("n_shared_experts", settings["n_shared_experts"], "null or 1")
     if settings["mlp_bias"]:
         raise unsupported("mlp_bias", True, "False in a model with experts")
     if settings["n_routed_experts"] is None:
@@ -145,6 +145,7 @@ def _experts(settings: dict[str, Any]) -> Experts:
         router=corrected_router(settings, count),
         norm_eps=eps,
         gated=False,
+        latent=settings["moe_latent_size"] or 0,
         corrected=True,
         shared=Mlp(
             hidden_size=hidden,

@@ -10,6 +10,7 @@ from graphengine.models.hf.config_schema import HfConfig, unsupported
 
 # How transformers 5 writes infinity.
 _INFINITY = {"__float__": "Infinity"}
+_MOST_FLOAT32 = 3.4028234663852886e38
 
 
 def with_plain_limits(config: HfConfig) -> dict[str, Any]:
@@ -32,4 +33,6 @@ def time_step_limits(settings: Mapping[str, Any]) -> dict[str, float]:
     limits: Sequence[float] = settings["time_step_limit"] or (0.0, math.inf)
     if len(limits) != 2 or limits[0] > limits[1]:
         raise unsupported("time_step_limit", list(limits), "a least time step, and a most")
-    return {"dt_min": float(limits[0]), "dt_max": float(limits[1])}
+    # Nemotron 3 Ultra's config has 1e308 for infinity.
+    most = math.inf if limits[1] > _MOST_FLOAT32 else float(limits[1])
+    return {"dt_min": float(limits[0]), "dt_max": most}

@@ -132,7 +132,7 @@ def test_granite_without_experts_may_choose_none(
         read_model_config(Checkpoint.open(path).config)
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen", "lfm2"])
+@pytest.mark.parametrize("name", ["granite", "nemotron-latents", "qwen", "lfm2"])
 def test_prompts_of_many_lengths(
     hybrids: dict[str, Any], device: str, eager: Callable[[Engine], Any], name: str
 ) -> None:
@@ -177,7 +177,7 @@ def test_paused_requests_resume_with_the_same_tokens(
 @pytest.mark.parametrize(
     ("name", "k"),
     extent(
-        [("granite", 0), ("nemotron-experts", 3), ("qwen-next-experts", 3), ("lfm2", 0)],
+        [("granite", 0), ("nemotron-latents", 3), ("qwen-next-experts", 3), ("lfm2", 0)],
         [(name, k) for name in KINDS for k in (0, 3)],
     ),
 )
@@ -237,7 +237,7 @@ def test_prompts_go_on_from_those_of_others(
             oracle.assert_greedy(result)
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen-next-experts", "lfm2"])
+@pytest.mark.parametrize("name", ["granite", "nemotron-latents", "qwen-next-experts", "lfm2"])
 def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str) -> None:
     """Drafts of repeated prompts, some of which are right, and drafts of another model."""
     oracle = hybrids[name]
@@ -424,10 +424,16 @@ def test_states_may_be_in_half_precision(
     some_of(
         [
             (family, kind)
-            for family in ("granite", "nemotron", "nemotron-experts", "qwen-next")
+            for family in (
+                "granite",
+                "nemotron",
+                "nemotron-experts",
+                "qwen-next",
+                "nemotron-latents",
+            )
             for kind in ("fp8", "int4")
         ],
-        *(0, 1, 4, 7),
+        *(0, 1, 4, 7, 8),
     ),
 )
 def test_rounded_weights(
@@ -453,7 +459,8 @@ def test_rounded_weights(
                 shared_expert_intermediate_size=128,
             )  # fmt: skip
         return nemotron(
-            [M, A, E if family == "nemotron-experts" else F], hidden_size=128,
+            [M, A, F if family == "nemotron" else E], hidden_size=128,
+            moe_latent_size=64 if family == "nemotron-latents" else None,
             intermediate_size=256, mamba_num_heads=4, mamba_head_dim=64, n_groups=2,
             n_routed_experts=5, moe_intermediate_size=128, moe_shared_expert_intermediate_size=256,
         )  # fmt: skip

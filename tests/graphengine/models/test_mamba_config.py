@@ -137,7 +137,7 @@ def test_nemotron_with_experts_as_it_is_published() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_latent_size": 1024}, "moe_latent_size=1024: supported: null"),
+        ({"moe_latent_size": 0}, "moe_latent_size=0: must be an integer in"),
         ({"n_shared_experts": 2}, "n_shared_experts=2: supported: null or 1"),
         ({"mlp_bias": True}, "mlp_bias=True: supported: False in a model with experts"),
         ({"n_routed_experts": 513}, "n_routed_experts=513: supported: at most 512"),
@@ -174,6 +174,8 @@ def test_other_spellings() -> None:
     assert read(GRANITE, mamba_d_head="auto") == read(GRANITE)
     turned = read(GRANITE, position_embedding_type="rope").rope
     assert turned is not None and turned.theta == 10_000
+    # As Nemotron 3 Ultra has infinity.
+    assert read(NEMOTRON, time_step_limit=[0.0, 1e308]) == read(NEMOTRON)
     limited = read(NEMOTRON, time_step_limit=[0.1, 2]).layers[0][0].block
     assert isinstance(limited, Mamba2)
     assert (limited.sizes.dt_min, limited.sizes.dt_max) == (0.1, 2.0)

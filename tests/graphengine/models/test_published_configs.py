@@ -37,14 +37,8 @@ UNKNOWN = [
     "Step3p7FlashForCausalLM",
 ]
 """Architectures that the engine does not know."""
-_LATENT = "moe_latent_size={}: supported: null"
 REFUSED = {
     "LFM2.5-8B-A1B in MLX, 8 bits": "quantization={'group_size': 64, 'bits': 8, 'mode': 'affine'}",
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": _LATENT.format(1024),
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": _LATENT.format(1024),
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": _LATENT.format(2048),
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": _LATENT.format(2048),
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": _LATENT.format(2048),
 }
 """Checkpoints of known architectures that are refused, with what the error says."""
 

@@ -34,7 +34,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 FEW = replace(GREEDY, max_tokens=8)
 NAMES = [
     "granite-rope-limits", "granite-experts", "nemotron-biases", "qwen", "lfm2-biases",
-    "qwen-experts", "lfm2-experts", "nemotron-experts", "qwen-next-experts",
+    "qwen-experts", "lfm2-experts", "nemotron-experts", "nemotron-latents",
+    "qwen-next-experts",
 ]  # fmt: skip
 
 

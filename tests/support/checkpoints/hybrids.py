@@ -185,4 +185,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=3, moe_intermediate_size=36, shared_expert_intermediate_size=44,
         rms_norm_eps=0.03,
     ),
+    # Seeds follow the order.
+    # As Super and Ultra.
+    "nemotron-latents": lambda: nemotron(
+        [M, E, A, E, M], hidden_size=58, mamba_num_heads=4, mamba_head_dim=12, n_groups=2,
+        n_routed_experts=7, num_experts_per_tok=3, moe_intermediate_size=36, moe_latent_size=22,
+        moe_shared_expert_intermediate_size=44, routed_scaling_factor=2.5,
+        layer_norm_epsilon=0.03,
+    ),
 }  # fmt: skip

@@ -38,7 +38,7 @@ _HEAD_DIM = 32
 _SIZES: Config = {
     "vocab_size": 131, "intermediate_size": 48, "block_ff_dim": 48, "block_multiple_of": 16,
     "intermediate_size_mlp": 48,
-    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "moe_intermediate_size": 24, "moe_latent_size": 20, "shared_expert_intermediate_size": 40,
     "moe_shared_expert_intermediate_size": 40, "shared_intermediate_size": 40,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "first_k_dense_replace": 1,
     "num_dense_layers": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16,
@@ -88,7 +88,8 @@ def shrunk(config: Config) -> Config:
 def _shrunk_decoder(text: Config) -> Config:
     if "n_layer" in text:
         return _shrunk_gpt(text)
-    depth, layers = text["num_hidden_layers"], _layers(text)
+    layers = _layers(text)
+    depth = text.get("num_hidden_layers") or len(text["layers_block_type"])
     small = {name: _small_id(name, value) for name, value in text.items()}
     for name, value in small.items():
         if isinstance(value, int) and name in _SIZES:
