@@ -147,6 +147,7 @@ class DraftModelDrafter(Drafter):
             linear="lm_head",
             eps=self.config.norm_eps,
             cap=self.config.logits_cap,
+            bias=self._model.head_bias,
         )
         self._drafts = self._choice.opened(head, buffers)
         self._launch = replace(

@@ -97,6 +97,7 @@ class DraftHead:
     eps       of the norm that the stream fed to it is scaled for
     cap       soft cap of its logits; 0: none
     group     the ranks that share its rows; None: there is one
+    bias      of the rows; None: they have none
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class DraftHead:
         eps: float,
         cap: float,
         group: RankGroup | None = None,
+        bias: Tensor | None = None,
     ) -> None:
-        self._vocabulary = vocabulary_of(weight, group, token_ids)
+        self._vocabulary = vocabulary_of(weight, group, token_ids, bias)
         self._sampling, self._options = setting.sampling, setting.options
         self._linear, self._eps, self._cap = linear, eps, cap
         self._token_ids, self._tokens = token_ids, self._options.counts.shape[1]
@@ -147,8 +149,8 @@ class DraftHead:
         )
 
     def _call(self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch) -> LinearCall:
-        head = self._vocabulary.head
-        return launch.call(self._linear, hidden, head, lanes.slot, eps=self._eps)
+        head, bias = self._vocabulary.head, self._vocabulary.bias
+        return launch.call(self._linear, hidden, head, lanes.slot, eps=self._eps, bias=bias)
 
     def logits(self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """Float32 [N, D], of all ranks; `hidden` as in `tiles`. Padded lanes hold anything."""

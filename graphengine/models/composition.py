@@ -58,6 +58,7 @@ class Composition(ABC):
                          that given embeddings come scaled
     stream_scale         the model's residual stream is what is stored, times this
     logits_scale         what the logits are multiplied by
+    head_bias            whether lm_head has a bias, which is added to scaled logits
     logits_cap           soft cap c > 0 of scaled logits: c * tanh(logit / c); 0: none
     deepstack            levels of features that are added to the stream at the embeddings of a
                          picture: those of level i after layer i (DeepStack)
@@ -87,6 +88,7 @@ class Composition(ABC):
     scales_in_embedding: bool = False
     stream_scale: float = 1.0
     logits_scale: float = 1.0
+    head_bias: bool = False
     logits_cap: float = 0.0
     norms_plus_one: bool = False
     deepstack: int = 0
@@ -140,7 +142,7 @@ class Composition(ABC):
             return stage
         norm = self.layers[span.stop][0].norm
         following = layer_prefix(span.stop) + norm if norm else ""
-        return replace(stage, final_norm_name=following, logits_scale=1.0)
+        return replace(stage, final_norm_name=following, logits_scale=1.0, head_bias=False)
 
     def parted(self, beginning: Collection[str]) -> Self:
         """This model where each of these linears of gated delta nets begins its own product.
@@ -215,7 +217,7 @@ class Composition(ABC):
         It attends to all tokens, and its norms read a stream that is not scaled. None: draft
         modules have no layers like the model's.
         """
-        if self.mlp is None or self.rope is None or self.norms != "rms":
+        if self.mlp is None or self.rope is None or self.norms != "rms" or self.head_bias:
             return None
         # The stream may be stored divided by its scale.
         eps = self.norm_eps * self.stream_scale**2

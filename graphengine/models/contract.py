@@ -294,6 +294,11 @@ class Model(Protocol):
         ...
 
     @property
+    def head_bias(self) -> Tensor | None:
+        """Bias of the rows of `lm_head`; None: it has none."""
+        ...
+
+    @property
     def tables(self) -> RopeTables:
         """RoPE's angles in the layers without a window."""
         ...
@@ -363,6 +368,7 @@ class Model(Protocol):
         slot_1: Tensor,
         *,
         head: AnyWeight,
+        bias: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
@@ -370,5 +376,6 @@ class Model(Protocol):
         `end` is used up.
 
         head  `lm_head`, or some of its rows
+        bias  `head_bias`, or its values for those rows
         """
         ...

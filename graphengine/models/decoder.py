@@ -104,6 +104,7 @@ class DecoderWeights(ModelWeights):
     positions   `[max_positions, H]`: learned ones, which are added to embeddings; None: there are
                 none, or another stage adds them
     layer_inputs  what makes the inputs of all layers; None: layers have none
+    head_bias   `[V]`, of lm_head; None: it has none, or another stage adds it
     """
 
     config: Composition
@@ -112,6 +113,7 @@ class DecoderWeights(ModelWeights):
     final_bias: Tensor | None = None
     positions: Tensor | None = None
     layer_inputs: LayerInputsWeights | None = None
+    head_bias: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
         """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
@@ -145,6 +147,8 @@ class DecoderWeights(ModelWeights):
             names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
         if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
             names[f"{HEAD}.weight"] = Weight(self.lm_head)
+        if self.head_bias is not None:
+            names[f"{HEAD}.bias"] = Weight(self.head_bias)
         for layer in self.layers:
             names |= layer.stored()
         return names
@@ -154,7 +158,7 @@ class DecoderWeights(ModelWeights):
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         own = tensors_of(self.embedding, self.final_norm, self.final_bias, self.positions)
         own += [] if self.layer_inputs is None else self.layer_inputs.tensors()
-        return [*own, *tensors_of(self.lm_head), *per_layer]
+        return [*own, *tensors_of(self.lm_head, self.head_bias), *per_layer]
 
     def linear_names(self) -> Mapping[str, str]:
         """The name in `config.linears` of each linear of the layers."""
@@ -229,6 +233,8 @@ class DecoderModel:
                 self.lm_head = head[:vocabulary]
             else:
                 self.lm_head = first_rows(head, vocabulary)
+        bias = weights.head_bias
+        self.head_bias = bias[:vocabulary] if vocabulary and bias is not None else bias
         config = self.config
         width = attention_of(config).table_dim
         self.tables = self._new_tables(config.rope, width, max_seq_len)
@@ -488,6 +494,7 @@ class DecoderModel:
         slot_1: Tensor,
         *,
         head: AnyWeight,
+        bias: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
@@ -495,6 +502,7 @@ class DecoderModel:
         `end` is used up.
 
         head  `lm_head`, or some of its rows
+        bias  `head_bias`, or its values for those rows
         """
         weights, (last, *rest) = self.weights, self.steps[self._last_kept :]
         x_1H = end.last[0]
@@ -514,7 +522,7 @@ class DecoderModel:
             if isinstance(step.block, LayerInputWeights):
                 memory = input_of(step, end.last[-1])
             prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch, memory)
-        call = LinearCall(scratch.h, head, slot_1, launch=launch)
+        call = LinearCall(scratch.h, head, slot_1, bias=bias, launch=launch)
         return linear(call, StoreLogits(cap=self.config.logits_cap))
 
 
@@ -555,6 +563,7 @@ class DecoderConfig(Composition):
             final_norm=final_norm,
             final_bias=new(hidden) if biased else None,
             positions=new(self.max_positions, hidden) if placed else None,
+            head_bias=new(self.vocab_size) if self.head_bias else None,
             lm_head=lm_head,
             layer_inputs=None
             if self.layer_inputs is None

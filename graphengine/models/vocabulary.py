@@ -23,11 +23,15 @@ class Vocabulary:
 
     head       the weight that a step multiplies by
     token_ids  int32, ascending: the token of each of its rows; None: row v is token v
+    bias       of each of its rows; None: it has none
     """
 
-    def __init__(self, head: AnyWeight, token_ids: Tensor | None = None) -> None:
+    def __init__(
+        self, head: AnyWeight, token_ids: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         self.head = head
         self.token_ids = token_ids
+        self.bias = bias
 
     def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Turn the candidates of this rank's tiles into the candidates of all ranks."""
@@ -41,7 +45,13 @@ class Vocabulary:
 class VocabularyPart(Vocabulary):
     """This rank's rows of a head, in a `group` of ranks."""
 
-    def __init__(self, head: AnyWeight, group: RankGroup, token_ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        head: AnyWeight,
+        group: RankGroup,
+        token_ids: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
         rank, ranks = group.share
         rows, together = head.shape[0], 1 if isinstance(head, Tensor) else BLOCK_ROWS
         # The rows past the last whole block lengthen each part, so that the last one ends at V.
@@ -56,7 +66,7 @@ class VocabularyPart(Vocabulary):
             token_ids = torch.arange(rows, dtype=torch.int32, device=device)
         own = slice(start, start + count)
         part = head[own] if isinstance(head, Tensor) else rows_of(head, start, count)
-        super().__init__(part, token_ids[own])
+        super().__init__(part, token_ids[own], None if bias is None else bias[own])
 
     def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
         pushed = self._group.push_candidates(best_NC, health_NC)
@@ -75,9 +85,12 @@ class VocabularyPart(Vocabulary):
 
 
 def vocabulary_of(
-    head: AnyWeight, group: RankGroup | None, token_ids: Tensor | None = None
+    head: AnyWeight,
+    group: RankGroup | None,
+    token_ids: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Vocabulary:
     """This rank's part of a head; the whole head if there is no group."""
     if group is None:
-        return Vocabulary(head, token_ids)
-    return VocabularyPart(head, group, token_ids)
+        return Vocabulary(head, token_ids, bias)
+    return VocabularyPart(head, group, token_ids, bias)

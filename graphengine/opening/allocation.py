@@ -229,7 +229,9 @@ def _new_program(
         records.mailbox,
         launch,
         _logits_step(config, buffers, records.logprobs),
-        vocabulary=vocabulary_of(model.lm_head, setting.group if samples else None),
+        vocabulary=vocabulary_of(
+            model.lm_head, setting.group if samples else None, bias=model.head_bias
+        ),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, records.routing),

@@ -204,7 +204,8 @@ class LogitsStep:
         for start in range(0, len(following), MAX_LANES):
             part = slice(start, start + MAX_LANES)
             slot = chunk.slot[part]
-            logits = linear(LinearCall(hidden[part], model.lm_head, slot), epilogue)
+            call = LinearCall(hidden[part], model.lm_head, slot, bias=model.head_bias)
+            logits = linear(call, epilogue)
             ranked = rank_logits(logits, slot, wants)
             tokens = token_log_probabilities(
                 logits, following[part], count[part], slot, wants, ranked

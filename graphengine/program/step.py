@@ -234,7 +234,8 @@ class StepProgram:
         """
         launch, model, vocabulary = self.launch, self.model, self.vocabulary
         eps, cap = model.config.norm_eps, model.config.logits_cap
-        call = launch.call("lm_head", residual, vocabulary.head, lanes.slot, eps=eps)
+        head, bias = vocabulary.head, vocabulary.bias
+        call = launch.call("lm_head", residual, head, lanes.slot, eps=eps, bias=bias)
         if sampler == "fast":
             ids = vocabulary.token_ids
             sampling = SampleTiles(lanes.position, self.sampling, token_ids=ids, cap=cap)
@@ -315,7 +316,8 @@ class StepProgram:
         end = model_runner(alike=routes is None)(layers, (chunk, self.states, attention))
         slot = self.buffers["prefill_slot"]
         vocabulary, launch = self.vocabulary, replace(launch, routes=last)
-        logits = self.model.prefill_logits(end, slot, head=vocabulary.head, launch=launch)
+        head, bias = vocabulary.head, vocabulary.bias
+        logits = self.model.prefill_logits(end, slot, head=head, bias=bias, launch=launch)
         if routes is not None and last is not None:
             routes.replace_last_layer(last, chunk.last)
         return vocabulary.logits(logits), end.hidden, routes

@@ -151,6 +151,20 @@ def _gpt2(**options: Any) -> PreTrainedModel:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options))
 
 
+def _gpt_bigcode(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "bos_token_id": 2}
+    return transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes | options))
+
+
+def _phi(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "max_position_embeddings": 512, "bos_token_id": 2}
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**sizes | options))
+
+
 def _gpt_neox(**options: Any) -> PreTrainedModel:
     import transformers
 
@@ -375,6 +389,20 @@ DENSE_MODELS = {
             "full_attention": YARN_ROPE,
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
+    ),
+    # Seeds follow the order.
+    "phi": lambda: _phi(
+        hidden_size=96, intermediate_size=75, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=7, partial_rotary_factor=0.5,
+    ),
+    # A part of a head as Phi-2 has it.
+    "phi-tied": lambda: _phi(
+        hidden_size=80, intermediate_size=100, num_hidden_layers=2, num_attention_heads=2,
+        eos_token_id=3, partial_rotary_factor=0.4, hidden_act="gelu", tie_word_embeddings=True,
+        layer_norm_eps=1e-3,
+    ),
+    "gpt-bigcode": lambda: _gpt_bigcode(
+        n_embd=66, n_layer=3, n_head=3, n_positions=170, n_inner=75, eos_token_id=7,
     ),
 }  # fmt: skip
 

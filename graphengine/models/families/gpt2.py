@@ -1,4 +1,8 @@
-"""GPT-2: learned positions, LayerNorms, biases, and linears that checkpoints store transposed."""
+"""GPT-2 and GPTBigCode: learned positions, LayerNorms and biases.
+
+GPT-2's linears are stored transposed. GPTBigCode (StarCoder 1, SantaCoder) has one head of keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,18 @@ from typing import Any
 from graphengine.models.blocks.mlp import Mlp
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
-from graphengine.models.hf.config_schema import GPT2_KEYS, HfConfig, read_keys
+from graphengine.models.hf.config_schema import (
+    GPT2_KEYS,
+    GPT_BIGCODE_KEYS,
+    HfConfig,
+    read_keys,
+    unsupported,
+)
 from graphengine.models.hf.decoder_config import composed, read_attention, ungated_activation
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=1024, keys=GPT2_KEYS)
+_BIGCODE = hf_config.FamilyDefaults(max_positions=1024, keys=GPT_BIGCODE_KEYS)
 # The usual names of GPT-2's keys; transformers reads both.
 _USUAL = {
     "n_embd": "hidden_size",
@@ -23,9 +34,26 @@ _USUAL = {
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GPT2LMHeadModel` checkpoint."""
-    told = _spelled_out(config)
+    return _read(_spelled_out(config), architecture, DEFAULTS, transposed=True)
+
+
+def read_bigcode(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `GPTBigCodeForCausalLM` checkpoint."""
+    if not read_keys(config, GPT_BIGCODE_KEYS)["multi_query"]:
+        raise unsupported("multi_query", False, "True")
+    told = _spelled_out({"activation_function": "gelu_pytorch_tanh", **config})
+    return _read(told | {"num_key_value_heads": 1}, architecture, _BIGCODE, transposed=False)
+
+
+def _read(
+    told: HfConfig, architecture: str, family: hf_config.FamilyDefaults, *, transposed: bool
+) -> DecoderConfig:
+    """The model of a config in the other families' keys.
+
+    transposed  whether checkpoints have linears' columns where others have their rows
+    """
     own = read_keys(told, GPT2_KEYS)
-    settings = hf_config.read_settings(told, DEFAULTS)
+    settings = hf_config.read_settings(told, family)
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     if hidden % heads:
         raise ValueError(f"n_embd={hidden} is not a multiple of n_head={heads}")
@@ -38,7 +66,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         scale_of=0.0 if own["scale_attn_weights"] else 1.0,
         names=("c_proj", "norm"),
         one_linear="c_attn",
-        transposed=True,
+        transposed=transposed,
     )
     mlp = Mlp(
         hidden_size=settings["hidden_size"],
@@ -47,7 +75,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         bias=True,
         activation=ungated_activation("activation_function", own["activation_function"]),
         names=("c_fc", "c_proj"),
-        transposed=True,
+        transposed=transposed,
     )
     layer = (Sublayer("ln_1", "attn.", attention), Sublayer("ln_2", "mlp.", mlp))
     return composed(

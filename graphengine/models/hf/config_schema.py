@@ -282,6 +282,13 @@ GPT2_KEYS = (
 )
 """The keys of `config.json` that are read for GPT-2."""
 
+GPT_BIGCODE_KEYS = (
+    *GPT2_KEYS,
+    # Whether all heads share the keys and values of one.
+    Key("multi_query", "flag", default=True),
+)
+"""The keys of `config.json` that are read for GPTBigCode."""
+
 COHERE_KEYS = (
     Key("layer_norm_eps", "number", (0, 1), default=1e-5),
     Key("logit_scale", "number", (1e-6, 1e6), default=0.0625),
@@ -461,7 +468,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
-        *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT2_KEYS, *GPT_NEOX_KEYS),
+        *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT_BIGCODE_KEYS, *GPT_NEOX_KEYS),
         *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}

@@ -37,6 +37,9 @@ NAMES = (
         "gpt-neox-serial",
         "starcoder2",
         "starcoder2-plain",
+        "phi",
+        "phi-tied",
+        "gpt-bigcode",
     ),
 )
 PROMPT_LENGTHS = (1, 75)
@@ -75,6 +78,8 @@ def test_logits_and_greedy_tokens(
         "gpt2",
         "gpt-neox",
         "cohere2-types",
+        "phi",
+        "gpt-bigcode",
     ],
 )
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(

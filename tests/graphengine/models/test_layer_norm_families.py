@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints.published import PUBLISHED
 from checkpoints.small_decoders import block_in, composed
 from engines.family_checks import assert_rewinds
 from graphengine import Engine, SamplingParams
@@ -217,6 +218,16 @@ def test_configs_as_they_are_published() -> None:
     assert attention.qkv_bias and attention.output_bias and mlp.bias and model.tie_embeddings
 
 
+def test_gpt_bigcode_has_one_head_of_keys() -> None:
+    """SantaCoder: 1.1 billion parameters."""
+    model = composed(read_model_config(PUBLISHED["bigcode/gpt_bigcode-santacoder"].config))
+    attention, mlp = block_in(model, GroupedQueryAttention), block_in(model, Mlp)
+    assert (attention.num_heads, attention.head_dim, attention.num_kv_heads) == (16, 128, 1)
+    assert not attention.transposed and not mlp.transposed and mlp.activation == "gelu_tanh"
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    assert weights.parameters == pytest.approx(1.1248e9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -224,6 +235,10 @@ def test_configs_as_they_are_published() -> None:
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True"),
         (GPT2 | {"n_embd": 1602}, "n_embd=1602 is not a multiple of n_head=25"),
+        (
+            GPT2 | {"architectures": ["GPTBigCodeForCausalLM"], "multi_query": False},
+            "multi_query=False: supported: True",
+        ),
         (STARCODER2 | {"hidden_act": "silu"}, "hidden_act='silu': supported: 'gelu', 'gelu_new'"),
         (STARCODER2 | {"mlp_type": "gated"}, "mlp_type='gated': supported"),
         (STARCODER2 | {"norm_type": "rms_norm"}, "norm_type='rms_norm': supported"),

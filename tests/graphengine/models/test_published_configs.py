@@ -23,7 +23,6 @@ UNKNOWN = [
     "DeepseekForCausalLM",
     "DeepseekV32ForCausalLM",
     "DeepseekV4ForCausalLM",
-    "GPTBigCodeForCausalLM",
     "GPTJForCausalLM",
     "GlmMoeDsaForCausalLM",
     "InternLM2ForCausalLM",
@@ -32,7 +31,6 @@ UNKNOWN = [
     "MiMoV2FlashForCausalLM",
     "MiniCPMForCausalLM",
     "MiniMaxM3ForCausalLM",
-    "PhiForCausalLM",
     "QWenLMHeadModel",
     "Step3p7FlashForCausalLM",
 ]
@@ -123,7 +121,7 @@ def _saved(config: dict[str, Any], folder: Path) -> Any:
     torch.manual_seed(7)
     known = kind.config_class
     told = config | {"model_type": known.model_type}
-    if "rotary_dim" in config:  # which transformers before 5.18 does not read
+    if {"rotary_dim", "head_dim"} <= config.keys():  # which transformers before 5.18 does not read
         told["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
     model = kind(known.from_dict(told)).eval().float()
     for weight in model.parameters():
