@@ -60,6 +60,8 @@ _BASE_MODEL_PARTS = (
 # Prefixes of a language model's names in a checkpoint with a vision tower, and in one without; then
 # those of Nemotron-H and GPT-NeoX, and of GPT-2 as a whole and as a base model saved alone.
 _LANGUAGE_MODELS = {
+    # So transformers 5.23 saves Kimi K2.5, whose published files have layers.
+    "language_model.model.blocks.": "model.layers.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",

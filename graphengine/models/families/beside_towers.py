@@ -1,5 +1,5 @@
-"""Language models of other families, beside a vision tower: Llava, Idefics3, SmolVLM, LFM2-VL and
-Mistral 3.
+"""Language models of other families, beside a vision tower: Llava, Idefics3, SmolVLM, LFM2-VL,
+Mistral 3 and Kimi K2.5.
 
 `text_config` is the language model's own config, and its `model_type` names the family. Embeddings
 of the tower stand in prompts like tokens: attention over them is causal, and positions have one
@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families import lfm2, llama, ministral3, mistral, qwen2, qwen3
+from graphengine.models.families import deepseek, lfm2, llama, ministral3, mistral, qwen2, qwen3
 from graphengine.models.hf.config_schema import HfConfig, checked_language_model, unsupported
 
 _READERS: Mapping[str, Callable[[HfConfig, str], DecoderConfig]] = {
+    "deepseek_v3": deepseek.read_v3,
+    "kimi_k2": deepseek.read_v3,
     "lfm2": lfm2.read_config,
     "lfm2_moe": lfm2.read_moe,
     "llama": llama.read_config,
@@ -39,6 +41,8 @@ _SIZES: Mapping[str, dict[str, Any]] = {
 # The family of a `text_config` that names none, and whether lm_head is tied where no key says so.
 _DEFAULTS = {
     "Idefics3ForConditionalGeneration": ("llama", False),
+    "KimiK25ForConditionalGeneration": ("deepseek_v3", True),
+    "Kimi_K25ForConditionalGeneration": ("deepseek_v3", True),
     "Lfm2VlForConditionalGeneration": ("lfm2", True),
     "LlavaForConditionalGeneration": ("llama", False),
     "Mistral3ForConditionalGeneration": ("mistral", True),

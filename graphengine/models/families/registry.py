@@ -77,6 +77,8 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "HunYuanMoEV1ForCausalLM": hunyuan.read_moe,
     "InternLM3ForCausalLM": internlm3.read_config,
     "Idefics3ForConditionalGeneration": beside_towers.read_config,
+    "KimiK25ForConditionalGeneration": beside_towers.read_config,
+    "Kimi_K25ForConditionalGeneration": beside_towers.read_config,
     "Lfm2ForCausalLM": lfm2.read_config,
     "Lfm2MoeForCausalLM": lfm2.read_moe,
     "Lfm2VlForConditionalGeneration": beside_towers.read_config,

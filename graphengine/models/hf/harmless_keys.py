@@ -66,6 +66,8 @@ _TOWER_KEYS = """
     downsample_factor do_image_splitting encoder_patch_size max_image_tokens max_num_patches
     max_pixels_tolerance max_tiles min_image_tokens min_tiles tile_size use_image_special_tokens
     use_thumbnail language_model_only audio_config vision_soft_tokens_per_image
+    media_placeholder_token_id use_unified_vision_chunk video_placeholder
+    projection_hidden_size projection_layer_norm_eps
 """
 OF_IMAGES = (
     *_TOWER_KEYS.split(),

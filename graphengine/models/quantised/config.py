@@ -14,7 +14,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.models.checkpoints.gguf_tensors import FACTORS
 from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
-from graphengine.models.hf.config_schema import HfConfig, unsupported
+from graphengine.models.hf.config_schema import HfConfig, language_model, unsupported
 from graphengine.models.quantised.compressed_config import read_compressed
 from graphengine.models.quantised.gptq_config import read_awq, read_gptq
 from graphengine.models.quantised.schemes import (
@@ -51,7 +51,7 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     """
     if is_gguf(checkpoint.path):
         return gguf_quantisation(checkpoint)
-    given = checkpoint.config.get(_KEY)
+    given = _given(checkpoint.config)
     if isinstance(given, dict) and given.get("quant_method") == "torchao":
         # Its tensors say what its config leaves to code.
         return read_torchao(checkpoint, given, _KEY)
@@ -117,9 +117,9 @@ def read_quantisation(
 
     None: the weights are not quantised; the KV may be. ValueError, with key, value and what is
     known, for anything that is not understood. torchao's tensors say what its config does not:
-    `quantisation_of` reads them.
+    `quantisation_of` reads them. A model with a tower may say it in the language model's config.
     """
-    given = config.get(_KEY)
+    given = _given(config)
     from_file = None if quant_file is None else _read_quant_file(quant_file)
     if given is None or given == {}:
         return from_file
@@ -135,6 +135,12 @@ def read_quantisation(
     if from_file is not None and method not in _MODELOPT:
         raise unsupported(f"{_KEY}.quant_method", method, f"'modelopt', as in {_FILE}")
     return found
+
+
+def _given(config: HfConfig) -> Any:
+    """What a config says of its weights, beside a `text_config` or in it."""
+    given = config.get(_KEY)
+    return language_model(config).get(_KEY) if given is None else given
 
 
 def _quantises_weights(given: Mapping[str, Any]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.tower_models import SCALED, TOWERS
@@ -34,6 +36,9 @@ def _pixels(tower: Tower) -> dict[str, Tensor]:
             "spatial_shapes": torch.tensor([[2, 8]]),
             "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64),
         }
+    if kind == "kimi_k25":
+        grid = torch.tensor([[1, 4, 6]])
+        return {"pixel_values": torch.randn(24, 3, 8, 8, generator=dice), "image_grid_thw": grid}
     pixels = torch.randn(1, 3, 32, 32, generator=dice)
     if kind == "mistral3":
         return {"pixel_values": pixels[:, :, :, :16], "image_sizes": torch.tensor([[32, 16]])}
@@ -106,8 +111,14 @@ def test_llava_as_it_is_published() -> None:
     ("changes", "message"),
     [
         ({"text_config": None}, "text_config=None: supported: the language model's config"),
-        ({"text_config": {"model_type": []}}, r"text_config.model_type=\[\]: supported: 'lfm2'"),
-        ({"text_config": {"model_type": "opt"}}, "text_config.model_type='opt': supported: 'lfm2'"),
+        (
+            {"text_config": {"model_type": []}},
+            r"model_type=\[\]: supported: 'deepseek_v3'",
+        ),
+        (
+            {"text_config": {"model_type": "opt"}},
+            "model_type='opt': supported: .*'lfm2'",
+        ),
         ({"text_config": [1]}, r"text_config=\[1\]: supported: a JSON object"),
     ],
 )
@@ -128,3 +139,19 @@ def test_ties_are_read_beside_the_language_model() -> None:
         assert read_model_config(config).tie_embeddings == expected
         other = config | {"tie_word_embeddings": not expected}
         assert read_model_config(other).tie_embeddings != expected
+
+
+@pytest.mark.skipif("kimi_k25" not in TOWERS, reason="transformers has no Kimi K2.5")
+def test_kimi_k25_with_the_names_that_it_is_published_with(tmp_path: Path) -> None:
+    """transformers 5.23 calls the language model's layers blocks where it saves them."""
+    tower = new_tower(TOWERS["kimi_k25"], tmp_path / "saved")
+    ids = torch.randint(250, (31,), generator=torch.Generator().manual_seed(5)).tolist()
+    tensors = load_file(tower.path / "model.safetensors")
+    published = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): each
+        for name, each in tensors.items()
+    }
+    assert "language_model.model.layers.1.mlp.gate.weight" in published
+    save_file(published, tower.path / "model.safetensors")
+    with open_engine(tower.path, device="cpu", dtype="float32") as engine:
+        assert engine.generate(ids, greedy(SAID)).token_ids == tuple(tower.says(ids))

@@ -26,7 +26,6 @@ UNKNOWN = [
     "GPTJForCausalLM",
     "GlmMoeDsaForCausalLM",
     "InternLM2ForCausalLM",
-    "KimiK25ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "MiMoV2FlashForCausalLM",
     "MiniCPMForCausalLM",
@@ -110,12 +109,19 @@ def test_shrunk_configs_say_what_transformers_does(name: str, tmp_path: Path, de
     assert said == tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
 
 
+_KIMI_TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "pos_emb_height": 4, "pos_emb_width": 4,
+}  # fmt: skip
+
+
 def _saved(config: dict[str, Any], folder: Path) -> Any:
     """transformers' model of this config, with random weights, saved with the config as it is."""
     import transformers
 
     # MiMo, which transformers lacks, is Qwen2 with draft modules.
     names = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+    names["KimiK25ForConditionalGeneration"] = "Kimi_K25ForConditionalGeneration"
     architecture = config["architectures"][0]
     kind = getattr(transformers, names.get(architecture, architecture))
     torch.manual_seed(7)
@@ -123,6 +129,9 @@ def _saved(config: dict[str, Any], folder: Path) -> Any:
     told = config | {"model_type": known.model_type}
     if {"rotary_dim", "head_dim"} <= config.keys():  # which transformers before 5.18 does not read
         told["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
+    if architecture == "KimiK25ForConditionalGeneration":
+        # Sizes of the tower by the names that transformers has for them.
+        told |= {"vision_config": _KIMI_TOWER, "projection_hidden_size": 32}
     model = kind(known.from_dict(told)).eval().float()
     for weight in model.parameters():
         with torch.no_grad():

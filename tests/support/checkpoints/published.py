@@ -74,6 +74,7 @@ def shrunk(config: Config) -> Config:
     text = small.get("text_config")
     if isinstance(text, dict):
         text = {**dict.fromkeys(_LEFT_OUT, 32), **text}
+        text.pop("quantization_config", None)
         small["text_config"] = text = _shrunk_decoder(text)
         for name in small.keys() & {"vocab_size", "projector_hidden_size"}:
             small[name] = _SIZES[name]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import transformers
+
 from engines.towers import IMAGE, VISION, text
 
 VIDEO, START, END = 251, 252, 253
@@ -74,6 +76,23 @@ def _mistral3(family: str = "mistral", **keys: Any) -> Any:
     return Mistral3ForConditionalGeneration(config)
 
 
+def _kimi_k25() -> Any:
+    latent = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    # Its model reads another embedding at its image token, which it must not say.
+    words = text(
+        vocab_size=IMAGE, model_type="deepseek_v3", num_key_value_heads=3, v_head_dim=10,
+        first_k_dense_replace=1, n_group=1, topk_group=1, **latent, **experts,
+    )  # fmt: skip
+    vision = {name: size for name, size in VISION.items() if name != "image_size"}
+    vision |= {"pos_emb_height": 4, "pos_emb_width": 4}
+    config = transformers.Kimi_K25Config(
+        text_config=words, vision_config=vision, image_token_id=IMAGE, projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.Kimi_K25ForConditionalGeneration(config)
+
+
 TOWERS: dict[str, Callable[[], Any]] = {
     "llava": _llava,
     "smolvlm": _smolvlm,
@@ -83,6 +102,9 @@ TOWERS: dict[str, Callable[[], Any]] = {
     "ministral3": lambda: _mistral3("ministral3", rope_parameters=SCALED),
 }
 """Models whose images take places as tokens do."""
+if hasattr(transformers, "Kimi_K25ForConditionalGeneration"):
+    # Older versions lack it.
+    TOWERS["kimi_k25"] = _kimi_k25
 
 
 def _qwen2_vl() -> Any:

@@ -22,6 +22,7 @@ _EXPERTS: Config = {
 }  # fmt: skip
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 128,
            "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+_KIMI = {**_EXPERTS, **_LATENT, "num_key_value_heads": 8, "model_type": "kimi_k2"}
 _GEMMA = {**SHAPES["gemma-3-4b"], **_FEW, "sliding_window_pattern": 2}
 _GEMMA4 = {
     **_DENSE, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
@@ -80,6 +81,8 @@ CONFIGS: Mapping[str, Config] = {
     "HunYuanMoEV1ForCausalLM": {**_DENSE, "num_experts": 8, "moe_topk": 2},
     "Idefics3ForConditionalGeneration": {"text_config": _DENSE},
     "InternLM3ForCausalLM": {**_DENSE, "qkv_bias": True, "bias": True},
+    "KimiK25ForConditionalGeneration": {"text_config": _KIMI},
+    "Kimi_K25ForConditionalGeneration": {"text_config": _KIMI},
     "Lfm2ForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3},
     "Lfm2MoeForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3, "num_experts": 8,
                            "num_experts_per_tok": 2, "moe_intermediate_size": 512,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphengine.kernels.linear.quantised import WeightFormat
+from checkpoints.published import PUBLISHED
+from graphengine.kernels.linear.quantised import WeightFormat, format_of
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.schemes import Quantisation
 
@@ -42,6 +43,18 @@ def formats(config: dict[str, Any], *linears: str) -> list[WeightFormat | None]:
     quantisation = read(config)
     schemes = [quantisation.scheme(linear) for linear in linears]
     return [scheme and scheme.format for scheme in schemes]
+
+
+def test_a_language_model_with_a_tower_may_have_it_in_its_own_config() -> None:
+    """Kimi K2.5: experts in 4 bits; what stands beside it counts first."""
+    config = PUBLISHED["moonshotai/Kimi-K2.5"].config
+    found = read_quantisation(config)
+    assert found is not None
+    scheme = found.scheme(f"{LAYER}mlp.experts.3.up_proj")
+    assert scheme is not None and scheme.format == format_of("int4", 1, 32)
+    assert found.scheme(QUERY) is None and found.scheme("lm_head") is None
+    beside = read_quantisation(config | {"quantization_config": FP8})
+    assert beside is not None and beside.method == "fp8"
 
 
 @pytest.mark.parametrize(
