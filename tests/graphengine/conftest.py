@@ -158,6 +158,13 @@ def _gpt_bigcode(**options: Any) -> PreTrainedModel:
     return transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes | options))
 
 
+def _gptj(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "n_positions": 512, "bos_token_id": 2}
+    return transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes | options))
+
+
 def _phi(**options: Any) -> PreTrainedModel:
     import transformers
 
@@ -403,6 +410,9 @@ DENSE_MODELS = {
     ),
     "gpt-bigcode": lambda: _gpt_bigcode(
         n_embd=66, n_layer=3, n_head=3, n_positions=170, n_inner=75, eos_token_id=7,
+    ),
+    "gptj": lambda: _gptj(
+        n_embd=96, n_layer=3, n_head=3, n_inner=75, eos_token_id=7, rotary_dim=10,
     ),
 }  # fmt: skip
 

@@ -54,7 +54,7 @@ class GroupedQueryAttention:
     rotated   the part of a head that RoPE rotates, as in its `RopeConfig`; with gates, one over a
               whole number
     interleaved  whether RoPE pairs each value with its neighbour in the checkpoint, not with the
-              one half a head further on; of whole heads alone
+              one half a head further on
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
     names     of the output's linear, and of the norms of queries and of keys; or how both end

@@ -14,6 +14,7 @@ from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
     GPT2_KEYS,
     GPT_BIGCODE_KEYS,
+    KEYS,
     HfConfig,
     read_keys,
     unsupported,
@@ -31,17 +32,20 @@ _USUAL = {
     "n_positions": "max_position_embeddings",
 }
 
+_CUT = [key for key in KEYS if key.name in ("hidden_size", "num_attention_heads")]
+"""The width, and the heads that divide it."""
+
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GPT2LMHeadModel` checkpoint."""
-    return _read(_spelled_out(config), architecture, DEFAULTS, transposed=True)
+    return _read(spelled_out(config), architecture, DEFAULTS, transposed=True)
 
 
 def read_bigcode(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GPTBigCodeForCausalLM` checkpoint."""
     if not read_keys(config, GPT_BIGCODE_KEYS)["multi_query"]:
         raise unsupported("multi_query", False, "True")
-    told = _spelled_out({"activation_function": "gelu_pytorch_tanh", **config})
+    told = spelled_out({"activation_function": "gelu_pytorch_tanh", **config})
     return _read(told | {"num_key_value_heads": 1}, architecture, _BIGCODE, transposed=False)
 
 
@@ -54,9 +58,6 @@ def _read(
     """
     own = read_keys(told, GPT2_KEYS)
     settings = hf_config.read_settings(told, family)
-    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-    if hidden % heads:
-        raise ValueError(f"n_embd={hidden} is not a multiple of n_head={heads}")
     eps = own["layer_norm_epsilon"]
     attention = read_attention(
         settings,
@@ -91,8 +92,11 @@ def _read(
     )
 
 
-def _spelled_out(config: HfConfig) -> dict[str, Any]:
-    """The config in the other families' keys."""
+def spelled_out(config: HfConfig) -> dict[str, Any]:
+    """A config with GPT-2's names for sizes, in the other families' keys.
+
+    ValueError for a width that is no multiple of the number of heads.
+    """
     told = {"vocab_size": 50_257, "tie_word_embeddings": True, **config}
     # transformers ignores these.
     told |= {"num_key_value_heads": None, "head_dim": None}
@@ -100,8 +104,11 @@ def _spelled_out(config: HfConfig) -> dict[str, Any]:
     for name, usual in _USUAL.items():
         if name in told or usual not in told:
             told[usual] = own[name]
+    hidden, heads = read_keys(told, _CUT).values()
+    if hidden % heads:
+        raise ValueError(f"n_embd={hidden} is not a multiple of n_head={heads}")
     if own["n_inner"] is not None:
         told["intermediate_size"] = own["n_inner"]
-    elif isinstance(told["hidden_size"], int):
-        told["intermediate_size"] = 4 * told["hidden_size"]
+    else:
+        told["intermediate_size"] = 4 * hidden
     return told

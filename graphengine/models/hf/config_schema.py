@@ -289,6 +289,13 @@ GPT_BIGCODE_KEYS = (
 )
 """The keys of `config.json` that are read for GPTBigCode."""
 
+GPTJ_KEYS = (
+    *GPT2_KEYS[:-1],
+    # Values of a head that RoPE rotates.
+    Key("rotary_dim", "integer", (1, 4096), default=64),
+)
+"""The keys of `config.json` that are read for GPT-J."""
+
 COHERE_KEYS = (
     Key("layer_norm_eps", "number", (0, 1), default=1e-5),
     Key("logit_scale", "number", (1e-6, 1e6), default=0.0625),

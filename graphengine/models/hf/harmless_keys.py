@@ -44,7 +44,7 @@ _HARMLESS = """
     layer_switch use_embedding_sharing use_parallel_embedding
 
     _sliding_window_pattern initial_context_length
-    inference_runner pre_allocate_kv_cache runner_max_sequence_length validate_runner_input
+    rotary inference_runner pre_allocate_kv_cache runner_max_sequence_length validate_runner_input
 
     chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
     mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32

@@ -40,6 +40,7 @@ NAMES = (
         "phi",
         "phi-tied",
         "gpt-bigcode",
+        "gptj",
     ),
 )
 PROMPT_LENGTHS = (1, 75)
@@ -80,6 +81,7 @@ def test_logits_and_greedy_tokens(
         "cohere2-types",
         "phi",
         "gpt-bigcode",
+        "gptj",
     ],
 )
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(

@@ -228,6 +228,18 @@ def test_gpt_bigcode_has_one_head_of_keys() -> None:
     assert weights.parameters == pytest.approx(1.1248e9, rel=1e-3)
 
 
+GPTJ = PUBLISHED["EleutherAI/gpt-j-6b"].config
+
+
+def test_gpt_j_as_it_is_published() -> None:
+    model = composed(read_model_config(GPTJ))
+    attention = block_in(model, GroupedQueryAttention)
+    assert (attention.head_dim, attention.interleaved, attention.qkv_bias) == (256, True, False)
+    assert model.rope is not None and model.rope.rotated == 0.25 and model.head_bias
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    assert weights.parameters == pytest.approx(6.0509e9, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -239,6 +251,12 @@ def test_gpt_bigcode_has_one_head_of_keys() -> None:
             GPT2 | {"architectures": ["GPTBigCodeForCausalLM"], "multi_query": False},
             "multi_query=False: supported: True",
         ),
+        (
+            GPTJ | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling={'rope_type': 'linear', 'factor': 2.0}: supported: null or {.*gptj",
+        ),
+        (GPTJ | {"rotary_dim": 258}, "partial_rotary_factor=1.00"),
+        (GPTJ | {"n_embd": 4098}, "n_embd=4098 is not a multiple of n_head=16"),
         (STARCODER2 | {"hidden_act": "silu"}, "hidden_act='silu': supported: 'gelu', 'gelu_new'"),
         (STARCODER2 | {"mlp_type": "gated"}, "mlp_type='gated': supported"),
         (STARCODER2 | {"norm_type": "rms_norm"}, "norm_type='rms_norm': supported"),

@@ -23,7 +23,6 @@ UNKNOWN = [
     "DeepseekForCausalLM",
     "DeepseekV32ForCausalLM",
     "DeepseekV4ForCausalLM",
-    "GPTJForCausalLM",
     "GlmMoeDsaForCausalLM",
     "InternLM2ForCausalLM",
     "Llama4ForConditionalGeneration",

@@ -68,6 +68,7 @@ CONFIGS: Mapping[str, Config] = {
                                "qk_nope_head_dim": 192, "v_head_dim": 256},
     "GPT2LMHeadModel": {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": 16_384},
     "GPTBigCodeForCausalLM": {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": 16_384},
+    "GPTJForCausalLM": {"n_embd": 512, "n_layer": 2, "n_head": 4, "vocab_size": 16_384},
     "GPTNeoXForCausalLM": {**_DENSE, "num_key_value_heads": None, "rotary_pct": 0.25},
     "GptOssForCausalLM": {**SHAPES["gpt-oss-20b"], **_FEW, "num_local_experts": 4},
     "GraniteForCausalLM": {**_DENSE, "embedding_multiplier": 12, "residual_multiplier": 0.22,
