@@ -41,6 +41,8 @@ ALONE = [case for case in CASES if case[0] not in SEEING]
 WITHOUT_ADAPTERS = {
     ("DeepseekV2ForCausalLM", 1),
     ("GPT2LMHeadModel", 0),
+    ("GPTBigCodeForCausalLM", 0),
+    ("GPTJForCausalLM", 0),
     ("GPTNeoXForCausalLM", 0),
     ("GPTNeoXForCausalLM", 1),
 }

@@ -39,6 +39,8 @@ _GEMMA4 = {
 _EQUAL = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 271,
            "num_kv_shared_layers": 2, "use_double_wide_mlp": True}  # fmt: skip
+_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+            "moe_intermediate_size": 22}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,27 @@ def _gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def _bigcode() -> Any:
+    config = transformers.GPTBigCodeConfig(
+        vocab_size=263, n_embd=132, n_layer=3, n_head=6, n_positions=420, n_inner=264,
+        bos_token_id=2, eos_token_id=7,
+    )  # fmt: skip
+    return transformers.GPTBigCodeForCausalLM(config)
+
+
+def _gptj() -> Any:
+    config = transformers.GPTJConfig(
+        vocab_size=263, n_embd=96, n_layer=3, n_head=3, n_positions=512, n_inner=75,
+        rotary_dim=10, bos_token_id=2, eos_token_id=7,
+    )  # fmt: skip
+    return transformers.GPTJForCausalLM(config)
+
+
+def _kimi_k25(architecture: str) -> FamilyModel:
+    """The name of transformers' class, or the one that is published."""
+    return FamilyModel(lambda: TOWERS["kimi_k25"](), {"architectures": [architecture]})
+
+
 def _qwen2(**options: Any) -> Any:
     return make(
         "Qwen2", hidden_size=192, intermediate_size=76, num_hidden_layers=3,
@@ -174,7 +197,11 @@ MODELS: Mapping[str, tuple[FamilyModel, ...]] = {
     "Gemma3ForConditionalGeneration": _of(SEEN["gemma3"]),
     "Gemma4ForCausalLM": tuple(
         FamilyModel(lambda keys=keys: _gemma4("Gemma4", **keys))
-        for keys in (_EQUAL | {"hidden_size_per_layer_input": 0}, _INPUTS)
+        for keys in (
+            _EQUAL | {"hidden_size_per_layer_input": 0},
+            _INPUTS,
+            _EQUAL | _EXPERTS | {"hidden_size_per_layer_input": 0},
+        )
     ),
     "Gemma4ForConditionalGeneration": _of(SEEN["gemma4"]),
     "Gemma4UnifiedForCausalLM": _of(lambda: _gemma4("Gemma4Unified", **_EQUAL)),
@@ -192,6 +219,8 @@ MODELS: Mapping[str, tuple[FamilyModel, ...]] = {
     ),
     "Glm4MoeLiteForCausalLM": _named("glm-lite glm-lite-marked"),
     "GPT2LMHeadModel": _of(_gpt2),
+    "GPTBigCodeForCausalLM": _of(_bigcode),
+    "GPTJForCausalLM": _of(_gptj),
     "GPTNeoXForCausalLM": (
         _new("GPTNeoX", hidden_size=96, intermediate_size=75, num_hidden_layers=3,
              num_attention_heads=3),
@@ -211,6 +240,8 @@ MODELS: Mapping[str, tuple[FamilyModel, ...]] = {
     "HunYuanMoEV1ForCausalLM": _named("hunyuan-moe"),
     "InternLM3ForCausalLM": (_internlm3(True), _internlm3(False)),
     "Idefics3ForConditionalGeneration": _of(TOWERS["idefics3"]),
+    "KimiK25ForConditionalGeneration": (_kimi_k25("KimiK25ForConditionalGeneration"),),
+    "Kimi_K25ForConditionalGeneration": (_kimi_k25("Kimi_K25ForConditionalGeneration"),),
     "Lfm2ForCausalLM": _named("lfm2 lfm2-biases"),
     "Lfm2MoeForCausalLM": _named("lfm2-experts"),
     "Lfm2VlForConditionalGeneration": _of(TOWERS["lfm2_vl"]),
@@ -246,7 +277,7 @@ MODELS: Mapping[str, tuple[FamilyModel, ...]] = {
              num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_local_experts=6,
              num_experts_per_tok=2, sliding_window=23),
     ),
-    "NemotronHForCausalLM": _named("nemotron nemotron-biases nemotron-experts"),
+    "NemotronHForCausalLM": _named("nemotron nemotron-biases nemotron-experts nemotron-latents"),
     "OlmoForCausalLM": _named("olmo olmo-biases"),
     "Olmo2ForCausalLM": (
         _new("Olmo2", hidden_size=192, intermediate_size=100, num_hidden_layers=3,
@@ -256,6 +287,10 @@ MODELS: Mapping[str, tuple[FamilyModel, ...]] = {
         _new("Olmo3", hidden_size=128, intermediate_size=100, num_hidden_layers=5,
              num_attention_heads=2, num_key_value_heads=2, sliding_window=23,
              rope_parameters={FULL: YARN, SLIDING: PLAIN}),
+    ),
+    "PhiForCausalLM": (
+        _new("Phi", hidden_size=96, intermediate_size=75, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.5),
     ),
     "Phi3ForCausalLM": (
         _new("Phi3", hidden_size=256, intermediate_size=100, num_hidden_layers=3,
@@ -306,6 +341,8 @@ def _gemma4(form: str, **keys: Any) -> Any:
         vocab_size=263, max_position_embeddings=512, pad_token_id=0, **_GEMMA4 | keys
     )
     model = getattr(transformers, f"{form}ForCausalLM")(config)
+    if keys.get("enable_moe_block"):
+        model.set_experts_implementation("eager")
     for index, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.5 + 0.25 * (index % 4))
     return model

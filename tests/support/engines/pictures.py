@@ -38,6 +38,15 @@ def pixels_of(model: Any, seed: int) -> list[dict[str, Tensor]]:
             }
             for _ in range(2)
         ]
+    if kind == "kimi_k25":
+        sizes = [torch.tensor([[1, 4, columns]]) for columns in (6, 4)]
+        return [
+            {
+                "pixel_values": torch.randn(int(each.prod()), 3, 8, 8, generator=dice),
+                "image_grid_thw": each,
+            }
+            for each in sizes
+        ]
     size = 40 if kind == "gemma3" else 32
     pictures = [torch.randn(1, 3, size, size, generator=dice) for _ in range(2)]
     if kind == "mistral3":
