@@ -216,9 +216,6 @@ class _Cut(NamedTuple):
     """Most splits of a lane."""
     grid: tuple[int, int, int]
     """Lanes, tiles of query heads, and programs that share a lane's splits."""
-    own: bool
-    """Whether a lane's own token has a program of its own, one more: where programs share splits,
-    program 0 would be the last to end."""
 
 
 def _cut(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> _Cut:
@@ -229,8 +226,7 @@ def _cut(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> _Cut:
     programs = max(least, _MAX_KEYS // (split_tokens * call.lanes * tiles))
     # The kernel needs a lane's last two splits in two programs if they may hold siblings.
     programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
-    own = programs > 1
-    return _Cut(split_tokens, splits, (call.lanes, tiles, programs + own), own)
+    return _Cut(split_tokens, splits, (call.lanes, tiles, programs))
 
 
 def longest_split(like: torch.Tensor, head_dim: int) -> int:
@@ -291,7 +287,6 @@ def _attend(
         cut.splits,
         position_limit(call.cos, kv, table, call.max_seq_len),
         Shape(*(tl.constexpr(value) for value in shape)),
-        OWN=cut.own,
         **_compiler_options(qkv.dtype, shape),
         **launch_options(pdl),
     )

@@ -17,12 +17,10 @@ from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.attention.triton.decode_triton_heads import (
     insert_sibling_keys,
     insert_sibling_values,
-    load_head,
-    load_norm,
     load_rotation,
     load_sibling_keys,
     of_bytes,
-    rotate,
+    rotated,
 )
 from graphengine.kernels.attention.triton.decode_triton_lanes import (
     HeadCache,
@@ -38,9 +36,6 @@ from graphengine.kernels.core.paged import cache_offsets, quantised_bits
 from graphengine.kernels.core.pdl import wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-# In place of a split's number: beyond every split, and times a split's tokens still an int32.
-_NO_SPLIT = tl.constexpr(1 << 21)
 
 
 class Partials(NamedTuple):
@@ -92,26 +87,20 @@ def decode_attention_kernel(
     splits,
     position_limit,
     shape,
-    OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs (lane, kv head x tile of its query heads, p): splits p, p + programs, ...
 
     Splits are counted from the first one that the lane sees; where they begin does not depend on
-    it. With OWN the last program handles the lane's own token and no split, otherwise program 0
-    does both. Keys and values of an e4m3 cache are multiplied as stored: their scales are applied
-    to the scores and to the result.
+    it. Program 0 also handles the lane's own token. Keys and values of an e4m3 cache are multiplied
+    as stored: their scales are applied to the scores and to the result.
 
     In a tree a lane's siblings are its ancestors. A launch of one token per row has no siblings:
     it loads the ancestors' entries as older ones, from where they are.
     """
     index = tl.program_id(0).to(tl.int64)
     first_split = tl.program_id(2)
-    programs = tl.num_programs(2) - OWN
-    has_own = first_split == 0
-    if OWN:
-        has_own = first_split == programs
-        first_split = tl.where(has_own, _NO_SPLIT, first_split)
+    programs = tl.num_programs(2)
     kv_head = tl.program_id(1) // shape.head_tiles
     first_row = (tl.program_id(1) % shape.head_tiles) * shape.group_rows
     lane = load_lane(index, slot_ptr, position_ptr, shift_ptr, tree, position_limit, shape)
@@ -133,16 +122,14 @@ def decode_attention_kernel(
         table_row_ptr, lane.entry, lane.inside, kv_block_stride, shape.block_size, shape.G * shape.D
     )
 
-    q_norm = load_norm(q_norm_ptr, rotation, dim, shape)
-    k_norm = load_norm(k_norm_ptr, rotation, dim, shape)
-
     wait_for_inputs(PDL)
 
     heads = _heads_of(index, kv_head, first_row, dim, shape)
     if not lane.inside:
-        _store_nan(out_ptr, heads, lane.live & has_own, dim, shape)
+        failed = lane.live & (first_split == 0)
+        _store_nan(out_ptr, heads, failed, dim, shape)
         return
-    if (first_split >= lane.used) & ~has_own:
+    if first_split >= tl.maximum(lane.used, 1):
         return
 
     qkv_row_ptr = qkv_ptr + index * qkv_stride
@@ -157,18 +144,14 @@ def decode_attention_kernel(
             values, first_key_ptr + shape.G * shape.D, qkv_stride, lane, token, scales, dim, shape
         )
     query_ptrs = qkv_row_ptr + (kv_head * shape.group + heads.row)[:, None] * shape.D
-    raw_queries = load_head(query_ptrs, heads.mask, rotation, dim)
-    # Loaded beside the queries: after their norm it would be another trip to L2.
-    own = dim.mask[None, :] & has_own
-    key_ptrs = qkv_row_ptr + (shape.Q + kv_head) * shape.D + tl.zeros([1], tl.int32)[:, None]
-    raw_key = load_head(key_ptrs, own, rotation, dim)
-    value_ptrs = key_ptrs + shape.G * shape.D + dim.number[None, :]
-    value = tl.load(value_ptrs, mask=own, other=0.0)
-    q = rotate(raw_queries, rotation, q_norm, eps, dim, shape)
+    q = rotated(query_ptrs, heads.mask, rotation, q_norm_ptr, eps, dim, shape)
     # Partial 0 of a head is the token itself, partial i + 1 is split i.
     partial = heads.number * (splits + 1)
-    if has_own:
-        key = rotate(raw_key, rotation, k_norm, eps, dim, shape)
+    if first_split == 0:
+        key_ptrs = qkv_row_ptr + (shape.Q + kv_head) * shape.D + tl.zeros([1], tl.int32)[:, None]
+        key = rotated(key_ptrs, dim.mask[None, :], rotation, k_norm_ptr, eps, dim, shape)
+        value_ptrs = key_ptrs + shape.G * shape.D + dim.number[None, :]
+        value = tl.load(value_ptrs, mask=dim.mask[None, :], other=0.0)
         mask = dim.mask[None, :] & (first_row == 0)
         at = kv_head * shape.D + own_entry
         key, value = _append(key, value, mask, kv_ptr, kv_bytes_ptr, at, scales, dim, shape)
@@ -176,7 +159,9 @@ def decode_attention_kernel(
 
     if first_split < lane.used:
         if shape.row_lanes > 1:
-            keys = insert_sibling_keys(keys, raw_keys, lane, early, k_norm, eps, scales, dim, shape)
+            keys = insert_sibling_keys(
+                keys, raw_keys, lane, early, k_norm_ptr, eps, scales, dim, shape
+            )
         seen = is_seen(lane, token, shape)
         at = partial + 1 + early
         _attend_split(q, keys, values, seen, scale_log2, partials, at, heads, dim, shape)
@@ -189,7 +174,7 @@ def decode_attention_kernel(
         at = partial + 1 + split
         _attend_split(q, keys, values, seen, scale_log2, partials, at, heads, dim, shape)
 
-    if _is_last(arrivals_ptr, lane, programs, OWN, shape):
+    if _is_last(arrivals_ptr, lane, programs, shape):
         _combine_splits(
             partials, out_ptr, sinks_ptr, lane, kv_head, first_row, splits, scales, shape
         )
@@ -280,14 +265,14 @@ def _attend_split(q, keys, values, seen, scale_log2, partials, partial, heads, d
 
 
 @triton.jit
-def _is_last(arrivals_ptr, lane, programs, OWN: tl.constexpr, shape):
+def _is_last(arrivals_ptr, lane, programs, shape):
     """Whether this is the last program of the lane and its heads to arrive, which resets the
     counter to 0.
     """
     # The barrier orders the stores of the whole program before the one thread's release.
     tl.debug_barrier()
     last = True
-    shares = tl.minimum(lane.used, programs) + OWN
+    shares = tl.minimum(lane.used, programs)
     if shares > 1:
         arrival_ptr = arrivals_ptr + lane.index * (shape.G * shape.head_tiles) + tl.program_id(1)
         last = tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == shares - 1
@@ -321,27 +306,26 @@ def _combine_splits(partials, out_ptr, sinks_ptr, lane, kv_head, first_row, spli
         running_sum = tl.full([ROWS], 1.0, tl.float32)
     acc = tl.zeros([ROWS, shape.padded], tl.float32)
     for start in range(0, used, AT_ONCE):
-        # All are loaded before the first use of any.
-        largest = ()
-        sums = ()
-        accs = ()
-        for i in tl.static_range(AT_ONCE):
-            at = partial + start + i
-            there = start + i < used
-            largest += (_load_part(partials.max + at, there, float("-inf")),)  # type: ignore[assignment]
-            sums += (_load_part(partials.sum + at, there, 0.0),)  # type: ignore[assignment]
-            acc_ptrs = partials.acc + at[:, None] * shape.D + dim[None, :]
-            accs += (_load_part(acc_ptrs, mask & there, 0.0),)  # type: ignore[assignment]
         new_max = running_max
         for i in tl.static_range(AT_ONCE):
-            new_max = tl.maximum(new_max, largest[i])
+            new_max = tl.maximum(new_max, _load_maximum(partials.max, partial, start + i, used))
         rescale = tl.exp2(running_max - new_max)
         running_sum *= rescale
         acc *= rescale[:, None]
         for i in tl.static_range(AT_ONCE):
-            weight = tl.exp2(largest[i] - new_max)
-            running_sum += weight * sums[i]
-            acc += weight[:, None] * accs[i]
+            split = start + i
+            weight = tl.exp2(_load_maximum(partials.max, partial, split, used) - new_max)
+            split_sum = tl.load(
+                partials.sum + partial + split, mask=split < used, other=0.0, cache_modifier=".cg"
+            )
+            split_acc = tl.load(
+                partials.acc + (partial + split)[:, None] * shape.D + dim[None, :],
+                mask=mask & (split < used),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            running_sum += weight * split_sum
+            acc += weight[:, None] * split_acc
         running_max = new_max
     out_ptrs = out_ptr + (first_head + row)[:, None] * shape.D + dim[None, :]
     result = acc / running_sum[:, None]
@@ -351,6 +335,7 @@ def _combine_splits(partials, out_ptr, sinks_ptr, lane, kv_head, first_row, spli
 
 
 @triton.jit
-def _load_part(ptrs, mask, other):
-    """Load what other programs of the launch stored."""
-    return tl.load(ptrs, mask=mask, other=other, cache_modifier=".cg")
+def _load_maximum(max_ptr, partial, split, used):
+    return tl.load(
+        max_ptr + partial + split, mask=split < used, other=float("-inf"), cache_modifier=".cg"
+    )

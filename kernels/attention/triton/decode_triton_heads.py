@@ -49,45 +49,35 @@ def load_rotation(cos_ptr, sin_ptr, row, mask, dim, shape):
 
 
 @triton.jit
-def load_norm(norm_ptr, rotation, dim, shape):
-    """Load the weights [D'] of a head's norm, and those of each one's partner; None without one."""
-    if shape.normed:
-        weight = tl.load(norm_ptr + dim.number, mask=dim.mask, other=0.0)
-        partner_weight = tl.load(norm_ptr + rotation.partner, mask=dim.mask, other=0.0)
-        return weight, partner_weight
-    else:
-        return None, None
+def rotated(head_ptrs, mask, rotation, norm_ptr, eps, dim, shape):
+    """Load heads [rows, D'] at `head_ptrs` [rows, 1], and norm and rotate them as the shape says.
 
-
-@triton.jit
-def load_head(head_ptrs, mask, rotation, dim):
-    """Load heads [rows, D'] at `head_ptrs` [rows, 1], and the other half of each pair.
-
-    The other half is loaded a second time, which avoids shuffling registers.
+    The other half of each pair is loaded a second time, which avoids shuffling registers.
     """
     x = tl.load(head_ptrs + dim.number[None, :], mask=mask, other=0.0)
     other = tl.load(head_ptrs + rotation.partner[None, :], mask=mask, other=0.0)
-    return x, other
+    return _rotate(x, other, rotation, norm_ptr, eps, dim, shape)
 
 
 @triton.jit
-def rotate(head, rotation, norm, eps, dim, shape):
-    """Norm and rotate heads [rows, D'] as the shape says; `head` is of `load_head`, `norm` of
-    `load_norm`.
+def _rotate(x, other, rotation, norm_ptr, eps, dim, shape):
+    """Norm and rotate heads `x` [rows, D'] as `rotated` does; `other` is the other half of each
+    pair.
 
     Rounded where `rope_append` rounds.
     """
-    x, other = head
-    weight, partner_weight = norm
-    _, cos, sin = rotation
+    partner, cos, sin = rotation
     dtype = x.dtype
     x = x.to(tl.float32)
     other = other.to(tl.float32)
     if shape.normed == NORMED_AFTER:
         x = (x * cos[None, :] + other * sin[None, :]).to(dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + dim.number, mask=dim.mask, other=0.0)
         scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / shape.D + eps)
         return scale_head(x, scale[:, None], weight[None, :], dtype).to(dtype)
     if shape.normed:
+        weight = tl.load(norm_ptr + dim.number, mask=dim.mask, other=0.0)
+        partner_weight = tl.load(norm_ptr + partner, mask=dim.mask, other=0.0)
         scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / shape.D + eps)
         x = scale_head(x, scale[:, None], weight[None, :], dtype)
         other = scale_head(other, scale[:, None], partner_weight[None, :], dtype)
@@ -109,7 +99,7 @@ def _is_sibling_of_split(i, lane, first_token, shape):
 
 @triton.jit
 def load_sibling_keys(first_ptr, qkv_stride, cos_ptr, sin_ptr, lane, split, dim, shape):
-    """Load (x, other, rotation) for `rotate`, x [1, D'], of each sibling that a lane may have.
+    """Load (x, other, rotation) for `_rotate`, x [1, D'], of each sibling that a lane may have.
 
     `first_ptr` points to the key of the row's first lane. Lanes that are no sibling in the split
     are not read.
@@ -134,7 +124,7 @@ def load_sibling_keys(first_ptr, qkv_stride, cos_ptr, sin_ptr, lane, split, dim,
 
 
 @triton.jit
-def insert_sibling_keys(keys, raw_keys, lane, split, k_norm, eps, scales, dim, shape):
+def insert_sibling_keys(keys, raw_keys, lane, split, k_norm_ptr, eps, scales, dim, shape):
     """Put the siblings' keys, as they are appended, into `keys` [tokens, D'] of a split.
 
     One by one: a norm of several rows at once would sum in a different order from the own key's.
@@ -143,7 +133,7 @@ def insert_sibling_keys(keys, raw_keys, lane, split, k_norm, eps, scales, dim, s
     for i in tl.static_range(shape.siblings):
         if _is_sibling_of_split(i, lane, first_token, shape):
             x, other, rotation = raw_keys[i]
-            key = rotate((x, other), rotation, k_norm, eps, dim, shape)
+            key = _rotate(x, other, rotation, k_norm_ptr, eps, dim, shape)
             if shape.fp8:
                 key = of_bytes(quantised_bits(key.to(tl.float32), scales[0]), key.dtype)
             # The gather does not change `key`, but the compiler carries no register layout through

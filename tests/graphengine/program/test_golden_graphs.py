@@ -56,9 +56,7 @@ GRAPHS: dict[str, tuple[str, ...]] = {
     "tiny-moe": ("decode/8/fast", "decode/8/full", *PREFILL),
 }  # fmt: skip
 
-OLDER_FILES: dict[str, set[str]] = {
-    case: {"decode/1/fast", "decode/1/full"} for case in ("fma", "tiny-hybrid")
-}
+OLDER_FILES: dict[str, set[str]] = {}
 """Graphs whose files are to be recorded again."""
 
 
