@@ -251,6 +251,8 @@ class ToyWeights(ModelWeights):
 
 
 class ToyModel:
+    head_bias: Tensor | None = None
+
     def __init__(self, weights: ToyWeights, *, max_seq_len: int, vocabulary: int) -> None:
         self.config = weights.config
         self.weights = weights
@@ -353,8 +355,10 @@ class ToyModel:
         slot_1: Tensor,
         *,
         head: AnyWeight,
+        bias: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
+        assert bias is None, "it has none"
         (x_1H,) = end.last
         h = rms_norm(x_1H, self.weights.norms[3], slot_1, eps=EPS, out_dtype=self.dtype)
         return linear(LinearCall(h, head, slot_1, launch=launch), LOGITS)
