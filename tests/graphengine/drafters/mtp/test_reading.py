@@ -222,8 +222,8 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     ),
     "an unknown family": (
         "qwen3",
-        lambda config, tensors: config.update(architectures=["GPTJForCausalLM"]),
-        "unknown architecture 'GPTJForCausalLM'",
+        lambda config, tensors: config.update(architectures=["BertForMaskedLM"]),
+        "unknown architecture 'BertForMaskedLM'",
     ),
 }
 
