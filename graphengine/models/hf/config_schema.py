@@ -336,6 +336,11 @@ STABLELM_KEYS = (
 )
 """The keys of `config.json` that are read for StableLM."""
 
+HUNYUAN_MOE_KEYS = frozenset(
+    ("moe_topk", "num_shared_expert", "use_mixed_mlp_moe", "moe_layer_num_skipped")
+)
+"""The keys of `config.json` that are read for Hunyuan's experts alone, as numbers or as lists."""
+
 SMOLLM3_KEYS = (
     Key("no_rope_layers", "integers", (0, 1), default=None, null=True),
     Key("no_rope_layer_interval", "integer", (1, 1024), default=4),
@@ -479,7 +484,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
-    known = read | NEUTRAL.keys() | HARMLESS
+    known = read | NEUTRAL.keys() | HARMLESS | HUNYUAN_MOE_KEYS
     text = config.get("text_config")
     if isinstance(text, dict) or "vision_config" in config:
         # Keys of images, where only the language model is read.

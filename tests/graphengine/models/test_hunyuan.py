@@ -54,7 +54,8 @@ def test_rope_with_an_alpha_is_that_of_transformers() -> None:
 
 def test_configs_have_one_spelling() -> None:
     """Heads by either name; RoPE under either; experts as numbers or as lists."""
-    assert unknown_keys(DENSE) == []
+    assert unknown_keys(DENSE) == unknown_keys(MOE) == []
+    assert unknown_keys(MOE | {"moe_top": 8}) == ["moe_top"]
     model = read_model_config(DENSE)
     told = {"rope_scaling": None, "rope_parameters": ROPE | {"rope_theta": 1e4}, "head_dim": None}
     assert read_model_config(DENSE | told) == model
