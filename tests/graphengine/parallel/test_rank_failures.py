@@ -439,10 +439,17 @@ def stand_where_ranks_meet(connection: Connection) -> None:
 
 
 def update_without_rank(connection: Connection) -> None:
+    """New weights are written, the rank is told of them, and the driver waits for it."""
+
+    def stand(*_: object) -> None:
+        connection.send(None)
+        threading.Event().wait()
+
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=GENEROUS_S) as engine:
         stop(ranks_of(engine))
         connection.send(ranks_of(engine).pids)
         width = engine.model.config.hidden_size
+        Ranks.wait_until_updated = stand  # type: ignore[method-assign]
         engine.update_weights({"model.norm.weight": torch.ones(width)})
 
 
@@ -473,7 +480,8 @@ def test_new_weights_of_a_driver_that_is_killed_are_removed(
     """By a rank, which was to read them."""
     driver, connection = fork_driver(update_without_rank)
     (pid,) = connection.recv()
-    until(lambda: list(tmp_path.glob("graphengine-weights-*/config.json")), "new weights")
+    connection.recv()
+    assert list(tmp_path.glob("graphengine-weights-*/config.json"))
     driver.kill()
     driver.join()
     os.kill(pid, signal.SIGCONT)
