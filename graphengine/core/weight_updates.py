@@ -111,9 +111,9 @@ class MemoryCalls:
         """Give the memory of weights and KV cache back to the device; returns how many bytes.
 
         For a trainer on the same GPU, between two rollouts. All ranks release theirs, and the bytes
-        are those of all of them. Graphs stay, and with them all
-        addresses. What the engine keeps: graphs and their workspace, static fields, tables, and
-        copies of adapters and of recurrent states.
+        are those of all of them. Graphs stay, and with them all addresses. What the engine keeps:
+        graphs and their workspace, static fields, tables, and copies of adapters and of recurrent
+        states.
 
         weights  "host" copies them to pinned memory, which the first release allocates and the
                  engine then keeps; `restore_memory` copies them back. "drop" copies nothing of a

@@ -81,7 +81,8 @@ class FamilyModel:
 def _compute_as_written(model: Any) -> None:
     """Experts in a loop; caps of scores and numbers of experts as the config says."""
     config = model.config.get_text_config()
-    if hasattr(config, "num_experts_per_tok"):
+    # Gemma 4's name is the second one; None: the model has no experts.
+    if any(getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts")):
         model.set_experts_implementation("eager")
     if getattr(config, "attn_logit_softcapping", None):
         # transformers before 5.18 leaves these scores uncapped by default.
@@ -108,22 +109,6 @@ def _gpt2() -> Any:
         eos_token_id=7,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
-
-
-def _bigcode() -> Any:
-    config = transformers.GPTBigCodeConfig(
-        vocab_size=263, n_embd=132, n_layer=3, n_head=6, n_positions=420, n_inner=264,
-        bos_token_id=2, eos_token_id=7,
-    )  # fmt: skip
-    return transformers.GPTBigCodeForCausalLM(config)
-
-
-def _gptj() -> Any:
-    config = transformers.GPTJConfig(
-        vocab_size=263, n_embd=96, n_layer=3, n_head=3, n_positions=512, n_inner=75,
-        rotary_dim=10, bos_token_id=2, eos_token_id=7,
-    )  # fmt: skip
-    return transformers.GPTJForCausalLM(config)
 
 
 def _kimi_k25(architecture: str) -> FamilyModel:
@@ -219,8 +204,12 @@ MODELS: Mapping[str, tuple[FamilyModel, ...]] = {
     ),
     "Glm4MoeLiteForCausalLM": _named("glm-lite glm-lite-marked"),
     "GPT2LMHeadModel": _of(_gpt2),
-    "GPTBigCodeForCausalLM": _of(_bigcode),
-    "GPTJForCausalLM": _of(_gptj),
+    "GPTBigCodeForCausalLM": (
+        _new("GPTBigCode", n_embd=132, n_layer=3, n_head=6, n_positions=420, n_inner=264),
+    ),
+    "GPTJForCausalLM": (
+        _new("GPTJ", n_embd=96, n_layer=3, n_head=3, n_positions=512, n_inner=75, rotary_dim=10),
+    ),
     "GPTNeoXForCausalLM": (
         _new("GPTNeoX", hidden_size=96, intermediate_size=75, num_hidden_layers=3,
              num_attention_heads=3),
@@ -341,8 +330,6 @@ def _gemma4(form: str, **keys: Any) -> Any:
         vocab_size=263, max_position_embeddings=512, pad_token_id=0, **_GEMMA4 | keys
     )
     model = getattr(transformers, f"{form}ForCausalLM")(config)
-    if keys.get("enable_moe_block"):
-        model.set_experts_implementation("eager")
     for index, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.5 + 0.25 * (index % 4))
     return model
