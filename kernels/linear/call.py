@@ -22,7 +22,6 @@ from graphengine.kernels.linear.plans import (
     heuristic_plan,
 )
 from graphengine.kernels.linear.residual import check_squares
-from graphengine.kernels.lora.low_rank import Delta, LowRank
 
 MAX_LANES = 64
 """Most lanes of a linear."""
@@ -48,9 +47,9 @@ class LinearCall(NamedTuple):
     eps: float = 0.0
     bias: torch.Tensor | None = None
     """[M] in x's dtype."""
-    delta: Delta | None = None
-    """Added to each lane's product, before parts of it are added up over ranks: a `LowRank`, or a
-    dense [N, M] of x's dtype or float32. Adding -0.0 changes no bit."""
+    delta_NM: torch.Tensor | None = None
+    """Dense, of x's dtype or float32: added to each lane's product, before parts of it are added up
+    over ranks. Adding -0.0 changes no bit."""
     plan: LinearPlan | None = None
     """How the weight is cut; None: heuristically, in the family `dot`, without splits."""
     launch: Launch = ALONE
@@ -107,10 +106,8 @@ class LinearCall(NamedTuple):
             check_squares(self.squares_TN, lanes)
         if self.bias is not None:
             check_vector("bias", self.bias, self.rows, x_NK.dtype)
-        if isinstance(self.delta, LowRank):
-            self.delta.check(lanes, self.rows)
-        elif self.delta is not None:
-            _check_delta(self.delta, x_NK, self.rows)
+        if self.delta_NM is not None:
+            _check_delta(self.delta_NM, x_NK, self.rows)
         call = self.planned(kind)
         _check_plan(call.cut, kind, weight_MK, lanes)
         if isinstance(weight_MK, torch.Tensor):

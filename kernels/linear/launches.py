@@ -27,7 +27,6 @@ from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.packed_cut import PACKED_COLUMNS, PackedArgs, new_cut
 from graphengine.kernels.linear.plans import arrivals_needed
 from graphengine.kernels.linear.pushed_sums import take_sums
-from graphengine.kernels.lora.low_rank import delta_args
 
 _PACKED_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -165,7 +164,7 @@ def _aligned(call: LinearCall) -> LinearCall:
 
 def _inputs(call: LinearCall, weight: torch.Tensor | PackedArgs, to: Targets) -> tuple[Any, ...]:
     """The first operands of each kernel."""
-    operands = (call.x_NK, call.squares_TN, weight, call.bias, delta_args(call.delta), call.slot_N)
+    operands = (call.x_NK, call.squares_TN, weight, call.bias, call.delta_NM, call.slot_N)
     return (*operands, to.out, to.stream)
 
 

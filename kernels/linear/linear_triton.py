@@ -19,13 +19,6 @@ import triton.language as tl
 from graphengine.kernels.comm.items import begin_sum, push_part, sum_of_ranks
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.operands import KEEPING_FIELDS, SAMPLER_FIELDS, STREAM_FIELDS
-from graphengine.kernels.lora.low_rank import (
-    LOW_RANK_FIELDS,
-    delta_of_lane,
-    delta_tile,
-    load_up,
-    negative_zeros,
-)
 from graphengine.kernels.norm_rope.activation import activated, soft_capped
 from graphengine.kernels.sample.tiles import best_of_tile
 
@@ -36,7 +29,7 @@ def dot_kernel(
     squares_ptr,
     weight_ptr,
     bias_ptr,
-    delta,
+    delta_ptr,
     slot_ptr,
     out_ptr,
     residual,
@@ -91,13 +84,11 @@ def dot_kernel(
         slot_ptr,
         squares_ptr,
         residual,
-        delta,
+        delta_ptr,
         peers,
-        (),
         GROUPS,
         OUTPUTS,
         B,
-        SWIGLU,
         RANKS,
     )
     early_1 = early_0
@@ -109,13 +100,11 @@ def dot_kernel(
             slot_ptr,
             squares_ptr,
             residual,
-            delta,
+            delta_ptr,
             peers,
-            (),
             GROUPS,
             OUTPUTS,
             B,
-            SWIGLU,
             RANKS,
         )
     # Padded lanes hold anything: a row of a product touches no other row.
@@ -177,6 +166,7 @@ def dot_kernel(
                 lanes,
                 eps,
                 bias_ptr,
+                delta_ptr,
                 out_ptr,
                 out_stride,
                 residual,
@@ -211,7 +201,7 @@ def fma_kernel(
     squares_ptr,
     weight_ptr,
     bias_ptr,
-    delta,
+    delta_ptr,
     slot_ptr,
     out_ptr,
     residual,
@@ -257,9 +247,6 @@ def fma_kernel(
             in_k = (step * BLOCK_K + k < K)[None, :]
             tile_weights = tl.load(weight_ptrs, mask=in_k, other=0.0, eviction_policy="evict_first")
         weights += (tile_weights,)  # type: ignore[assignment]
-    ups = ()
-    for index in tl.static_range(LANES):
-        ups += (_load_ups(delta, slot_ptr, index, tile, OUTPUTS, BLOCK_OUTPUTS, SWIGLU),)  # type: ignore[assignment]
     norm = _load_norm(residual, tile, OUTPUTS, BLOCK_OUTPUTS)
     wait_for_inputs(PDL, OVERLAP)
 
@@ -272,13 +259,11 @@ def fma_kernel(
             slot_ptr,
             squares_ptr,
             residual,
-            delta,
+            delta_ptr,
             peers,
-            ups[index],
             GROUPS,
             OUTPUTS,
             BLOCK_OUTPUTS,
-            SWIGLU,
             RANKS,
         )
         sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
@@ -290,8 +275,8 @@ def fma_kernel(
         if RANKS > 0:
             part = y[None, :] * _inverse_rms(early[1], eps, K, GROUPS)[:, None]
             word, there = _words(lane, tile, lanes, OUTPUTS, BLOCK_OUTPUTS)
-            if delta is not None:
-                part += early[4][0]
+            if delta_ptr is not None:
+                part += tl.load(delta_ptr + word, mask=there, other=0.0).to(tl.float32)
             push_part(early[3], part, word, there, RANKS, SIZE)
         else:
             gate = y
@@ -308,6 +293,7 @@ def fma_kernel(
                 lanes,
                 eps,
                 bias_ptr,
+                delta_ptr,
                 out_ptr,
                 out_stride,
                 residual,
@@ -373,22 +359,19 @@ def _load_lanes(
     slot_ptr,
     squares_ptr,
     residual,
-    delta,
+    delta_ptr,
     peers,
-    ups,
     GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     B: tl.constexpr,
-    SWIGLU: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     """Load what the epilogue needs of its lanes, before the product: slot [L], partial sums of
-    squares [chunk, L] (later chunks added to the first), the residual stream [L, B], what a sum
-    over ranks begins with, and the deltas [L, B] of outputs and of a SwiGLU's ups.
+    squares [chunk, L] (later chunks added to the first), the residual stream [L, B], and what a sum
+    over ranks begins with.
 
     The stream has the delta already: adding it to the product would keep the compiler from fusing
-    that sum with the product's last factor, which changes bits. `ups` is what `_load_ups` has
-    loaded, () in a kernel that does not call it.
+    that sum with the product's last factor, which changes bits.
     """
     L: tl.constexpr = lane.shape[0]
     CHUNK: tl.constexpr = _chunk(GROUPS, L)
@@ -410,67 +393,21 @@ def _load_lanes(
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
-    deltas = ()
-    if delta is not None:
-        deltas = _load_deltas(delta, ups, slot, lane, tile, lanes, OUTPUTS, B, SWIGLU)
-        if residual is not None and RANKS == 0:
-            base += deltas[0]
-            deltas = ()
+    if delta_ptr is not None and residual is not None and RANKS == 0:
+        _, there = _words(lane, tile, lanes, OUTPUTS, B)
+        base += load_delta(delta_ptr, lane, tile * B + tl.arange(0, B), there, OUTPUTS)
     begun = ()
     if RANKS > 0:
         word, there = _words(lane, tile, lanes, OUTPUTS, B)
         begun = begin_sum(peers, word, there, RANKS)
-    return slot, squares, base, begun, deltas
+    return slot, squares, base, begun
 
 
 @triton.jit
-def _load_ups(
-    delta,
-    slot_ptr,
-    lane,
-    tile,
-    OUTPUTS: tl.constexpr,
-    B: tl.constexpr,
-    SWIGLU: tl.constexpr,
-):
-    """Load what `load_up` does for a program's outputs, and for those of a SwiGLU's ups."""
-    ups = ()
-    if delta is not None and len(delta) == LOW_RANK_FIELDS:
-        output = tile * B + tl.arange(0, B)
-        there = output < OUTPUTS
-        COLUMNS: tl.constexpr = 2 * OUTPUTS if SWIGLU else OUTPUTS
-        for part in tl.static_range(2 if SWIGLU else 1):
-            column = part * OUTPUTS + output
-            ups += (load_up(delta, slot_ptr, lane, column, there, COLUMNS),)  # type: ignore[assignment]
-    return ups
-
-
-@triton.jit
-def _load_deltas(
-    delta,
-    ups,
-    slot,
-    lane,
-    tile,
-    lanes,
-    OUTPUTS: tl.constexpr,
-    B: tl.constexpr,
-    SWIGLU: tl.constexpr,
-):
-    """What is added to these lanes' outputs [L, B], and in a SwiGLU to their ups."""
-    L: tl.constexpr = lane.shape[0]
-    COLUMNS: tl.constexpr = 2 * OUTPUTS if SWIGLU else OUTPUTS
-    output = tile * B + tl.arange(0, B)
-    _, there = _words(lane, tile, lanes, OUTPUTS, B)
-    deltas = ()
-    for part in tl.static_range(2 if SWIGLU else 1):
-        if len(ups) > 0:
-            deltas += (delta_of_lane(delta, ups[part], lane),)  # type: ignore[assignment]
-        else:
-            nothing = negative_zeros(L, B)
-            column = part * OUTPUTS + output
-            deltas += (delta_tile(delta, slot, lane, column, there, nothing, COLUMNS),)  # type: ignore[assignment]
-    return deltas
+def load_delta(delta_ptr, lane, column, there, COLUMNS: tl.constexpr):
+    """What is added to the products of these lanes and columns, as float32 [L, B]."""
+    at = lane.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    return tl.load(delta_ptr + at, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -513,6 +450,7 @@ def _epilogue(
     lanes,
     eps,
     bias_ptr,
+    delta_ptr,
     out_ptr,
     out_stride,
     residual,
@@ -531,7 +469,7 @@ def _epilogue(
     TIMED: tl.constexpr,
 ):
     """Turn float32 sums [L, B] into what is stored; a SwiGLU passes its gates as `y`."""
-    slot, squares, base, begun, deltas = early
+    slot, squares, base, begun = early
     scale = _inverse_rms(squares, eps, K, GROUPS)
     output = tile * B + tl.arange(0, B)
     wide_lane = lane.to(tl.int64)[:, None]
@@ -541,21 +479,21 @@ def _epilogue(
     y = y * scale[:, None]
     if RANKS > 0:
         word, there = _words(lane, tile, lanes, OUTPUTS, B)
-        if len(deltas) > 0:
-            y += deltas[0]
+        if delta_ptr is not None:
+            y += tl.load(delta_ptr + word, mask=there, other=0.0).to(tl.float32)
         y = sum_of_ranks(peers, begun, y, word, there, RANKS, SIZE, TIMED)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
         y += bias[None, :]
-    if len(deltas) > 0 and residual is None:
-        y += deltas[0]
+    if delta_ptr is not None and residual is None:
+        y += load_delta(delta_ptr, lane, output, stored, 2 * OUTPUTS if SWIGLU else OUTPUTS)
     if SWIGLU:
         up = up * scale[:, None]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + OUTPUTS + output, mask=output < OUTPUTS, other=0.0)
             up += bias.to(tl.float32)[None, :]
-        if len(deltas) > 0:
-            up += deltas[1]
+        if delta_ptr is not None:
+            up += load_delta(delta_ptr, lane, OUTPUTS + output, stored, 2 * OUTPUTS)
         y = activated(y, SWIGLU) * up
 
     if sampler is not None and len(sampler) != SAMPLER_FIELDS:

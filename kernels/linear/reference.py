@@ -6,10 +6,9 @@ import torch
 
 from graphengine.kernels.core.lanes import live_rows
 from graphengine.kernels.linear.call import LinearCall
-from graphengine.kernels.linear.epilogues import Epilogue, Live, Result
+from graphengine.kernels.linear.epilogues import Epilogue, Result
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.kernels.lora.low_rank import NOTHING, LowRank
 
 REFERENCE_ROWS = 4
 
@@ -27,38 +26,11 @@ def linear_reference(call: LinearCall, epilogue: Epilogue[Result]) -> Result:
     if call.squares_TN is not None:
         mean = sum_in_order(call.squares_TN[:, live]) / call.x_NK.shape[1]
         y = y * torch.rsqrt(mean + call.eps)[:, None]
-    if isinstance(call.delta, LowRank):
-        y = y + low_rank_reference(call.delta, call.slot_N, live)
-    elif call.delta is not None:
-        y = y + call.delta[live].float()
+    if call.delta_NM is not None:
+        y = y + call.delta_NM[live].float()
     if call.bias is not None:
         y = y + call.bias.float()
     return epilogue.finish(y, live, call)
-
-
-def low_rank_reference(delta: LowRank, slot_N: torch.Tensor, live: Live) -> torch.Tensor:
-    """Float32 [L, M]: what the live lanes' adapters add to their products.
-
-    A lane's bits depend neither on L nor on its neighbours.
-    """
-    between_LQ, adapter_L = delta.between_NQ[live], delta.adapter_S[slot_N[live].long()]
-    found = between_LQ.new_full((len(between_LQ), delta.up_ARM.shape[2]), NOTHING)
-    for adapter in adapter_L.unique().tolist():
-        if adapter >= 0:
-            lanes = adapter_L == adapter
-            found[lanes] = product_of_parts(between_LQ[lanes], delta.up_ARM[adapter], delta.part_M)
-    return found
-
-
-def product_of_parts(
-    between_LQ: torch.Tensor, up_RM: torch.Tensor, part_M: torch.Tensor
-) -> torch.Tensor:
-    """Float32 [L, M]: each column of `up` times the values of its part."""
-    found = between_LQ.new_empty(len(between_LQ), up_RM.shape[1])
-    for part, values in enumerate(between_LQ.split(len(up_RM), dim=1)):
-        rows = part_M == part
-        found[:, rows] = matmul_groups(values, up_RM[:, rows].t().float())
-    return found
 
 
 def sum_in_order(squares: torch.Tensor) -> torch.Tensor:

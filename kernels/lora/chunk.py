@@ -17,8 +17,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.lora.low_rank import NOTHING
-from graphengine.kernels.lora.reference import chunk_delta_reference
+from graphengine.kernels.lora.reference import NOTHING, chunk_delta_reference
 from graphengine.kernels.lora.slots import LoraSlots
 
 # Lanes, rows of A and columns of a program that shrinks; weight rows of one that expands.
@@ -100,7 +99,7 @@ def _run(
     launcher(_expand_kernel, (tiles, triton.cdiv(rows, _BLOCK_M)))(
         between,
         adapter_1,
-        slots.up_ARM,
+        slots.up_AMR,
         slots.part_M,
         out_TM,
         lanes,
@@ -195,7 +194,7 @@ def _expand_kernel(
             tl.store(out_ptrs, nothing.to(out_ptr.dtype.element_ty), mask=stored)
         return
     lane_ptrs = between_ptr + lane.to(tl.int64) * (PARTS * RANK)
-    up_ptrs = up_ptr + adapter.to(tl.int64) * (RANK * M) + m
+    row_ptrs = up_ptr + (adapter.to(tl.int64) * M + m) * RANK
     y = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     for each in tl.static_range(PARTS):
         between = tl.load(
@@ -204,7 +203,7 @@ def _expand_kernel(
             other=0.0,
         )
         up = tl.load(
-            up_ptrs[None, :] + r[:, None] * M,
+            row_ptrs[None, :] + r[:, None],
             mask=(r < RANK)[:, None] & (part == each)[None, :],
             other=0.0,
         )

@@ -9,18 +9,20 @@ import torch
 
 from graphengine.kernels.core.lanes import live_lanes
 from graphengine.kernels.linear.call import LinearCall
-from graphengine.kernels.linear.reference import matmul_groups, product_of_parts, sum_in_order
+from graphengine.kernels.linear.reference import matmul_groups, sum_in_order
 from graphengine.kernels.lora.slots import LoraSlots
 
+NOTHING = -0.0
+"""What lanes without an adapter add to a product: it changes no bit, as 0.0 would change -0.0."""
 
-def shrink_reference(
-    call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor, out_NQ: torch.Tensor
+
+def lora_delta_reference(
+    call: LinearCall, slots: LoraSlots, adapter_S: torch.Tensor, out_NM: torch.Tensor
 ) -> torch.Tensor:
-    """scale * A x of the lanes that have an adapter, in `out`; a lane's bits depend neither on N
-    nor on its neighbours.
-    """
+    """`lora_delta` in plain PyTorch: a lane's bits depend neither on N nor on its neighbours."""
     live = live_lanes(call.slot_N)
     adapter_L = adapter_S[call.slot_N[live].long()]
+    out_NM[live] = NOTHING
     for adapter in adapter_L.unique().tolist():
         if adapter < 0:
             continue
@@ -29,17 +31,27 @@ def shrink_reference(
         if call.squares_TN is not None:
             mean = sum_in_order(call.squares_TN[:, lanes]) / call.x_NK.shape[1]
             between = between * torch.rsqrt(mean + call.eps)[:, None]
-        out_NQ[lanes] = between * _scales(slots, adapter)
-    return out_NQ
+        out_NM[lanes] = _up(between, slots, adapter)
+    return out_NM
 
 
 def chunk_delta_reference(x_TK: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:
     """Float32 `[T, M]`: what an adapter adds to the products of a chunk's lanes."""
     between = x_TK.float() @ slots.down_AQK[adapter].float().t()
-    between = (between * _scales(slots, adapter)).to(x_TK.dtype).float()
-    return product_of_parts(between, slots.up_ARM[adapter], slots.part_M)
+    scale = slots.scale_AP[adapter].repeat_interleave(slots.rank)
+    between = (between * scale).to(x_TK.dtype).float()
+    return _product_of_parts(between, slots, adapter)
 
 
-def _scales(slots: LoraSlots, adapter: int) -> torch.Tensor:
-    """[Q]: the scale of each row of A."""
-    return slots.scale_AP[adapter].repeat_interleave(slots.rank)
+def _up(between_LQ: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:
+    scale = slots.scale_AP[adapter].repeat_interleave(slots.rank)
+    return _product_of_parts(between_LQ * scale, slots, adapter)
+
+
+def _product_of_parts(between_LQ: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:
+    """`[L, M]`: each row of B times the values of its part."""
+    found = between_LQ.new_empty(len(between_LQ), slots.rows)
+    for part, values in enumerate(between_LQ.split(slots.rank, dim=1)):
+        rows = slots.part_M == part
+        found[:, rows] = matmul_groups(values, slots.up_AMR[adapter, rows].float())
+    return found

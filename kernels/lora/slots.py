@@ -21,13 +21,13 @@ class LoraSlots(NamedTuple):
     """One linear's matrices in every slot; their contents change, their addresses do not.
 
     down_AQK   [A, P * R, K] in x's dtype, dense: part p has rows p * R to p * R + R - 1
-    up_ARM     [A, R, M] in x's dtype, dense: rows of B are columns
+    up_AMR     [A, M, R] in x's dtype, dense
     scale_AP   float32, dense: what the part's product is multiplied by
     part_M     int32: the part that each weight row belongs to
     """
 
     down_AQK: torch.Tensor
-    up_ARM: torch.Tensor
+    up_AMR: torch.Tensor
     scale_AP: torch.Tensor
     part_M: torch.Tensor
 
@@ -46,7 +46,7 @@ class LoraSlots(NamedTuple):
         device = part_M.device
         return cls(
             torch.zeros(slots, parts * rank, columns, dtype=dtype, device=device),
-            torch.zeros(slots, rank, len(part_M), dtype=dtype, device=device),
+            torch.zeros(slots, len(part_M), rank, dtype=dtype, device=device),
             torch.zeros(slots, parts, device=device),
             part_M,
         )
@@ -54,7 +54,7 @@ class LoraSlots(NamedTuple):
     @property
     def rank(self) -> int:
         """R"""
-        return self.up_ARM.shape[1]
+        return self.up_AMR.shape[2]
 
     @property
     def parts(self) -> int:
@@ -64,7 +64,7 @@ class LoraSlots(NamedTuple):
     @property
     def rows(self) -> int:
         """M"""
-        return self.up_ARM.shape[2]
+        return self.up_AMR.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +73,10 @@ class LoraSlots(NamedTuple):
     def check(self, x_NK: torch.Tensor) -> None:
         """ValueError, with both sizes, unless the slots fit each other and these inputs."""
         check_rows(x_NK=x_NK)
-        slots, K = len(self.up_ARM), x_NK.shape[1]
+        slots, K = len(self.up_AMR), x_NK.shape[1]
         shapes = {
             "down": (self.down_AQK, (slots, self.parts * self.rank, K), x_NK.dtype),
-            "up": (self.up_ARM, (slots, self.rank, self.rows), x_NK.dtype),
+            "up": (self.up_AMR, (slots, self.rows, self.rank), x_NK.dtype),
             "scale": (self.scale_AP, (slots, self.parts), torch.float32),
         }
         for name, (tensor, shape, dtype) in shapes.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphengine.kernels.linear.call import AnyWeight, LinearCall
 from graphengine.kernels.lora.chunk import add_chunk_delta, chunk_delta
-from graphengine.kernels.lora.decode import shrink
+from graphengine.kernels.lora.decode import lora_delta
 from graphengine.kernels.lora.slots import LoraSlots
 from graphengine.models.adapters.adapter import AdapterPart
 from graphengine.models.weights import StoredLinear
@@ -110,9 +110,9 @@ def _fill(
     slots: LoraSlots, slot: int, linear: StoredLinear, parts: Mapping[str, AdapterPart]
 ) -> None:
     """Copy the matrices of a weight's parts; those that the adapter leaves alone are zero."""
-    rank, dtype = slots.rank, slots.up_ARM.dtype
+    rank, dtype = slots.rank, slots.up_AMR.dtype
     down = torch.zeros(slots.down_AQK.shape[1:], dtype=dtype)
-    up = torch.zeros(slots.up_ARM.shape[1:], dtype=dtype)
+    up = torch.zeros(slots.up_AMR.shape[1:], dtype=dtype)
     scale, start = torch.zeros(slots.parts), 0
     for index, (name, rows) in enumerate(linear.parts):
         part = parts.get(name)
@@ -124,11 +124,11 @@ def _fill(
                 of_up = cut.part(of_up) if linear.axis == 0 else of_up
             own = len(of_down)
             down[index * rank : index * rank + own] = of_down
-            up[:own, start : start + rows] = of_up.t()
+            up[start : start + rows, :own] = of_up
             scale[index] = part.scale
         start += rows
     if linear.order is not None:
-        up = up[:, linear.order]
+        up = up[linear.order]
     for held, made in zip(slots[:3], (down, up, scale), strict=True):
         held[slot].copy_(made)
 
@@ -145,13 +145,14 @@ class LaneAdapters(NamedTuple):
     of_chunk_1: Tensor
 
     def added(self, call: LinearCall) -> LinearCall:
-        """A decode product with what adapters add to it: one launch before its own."""
+        """A decode product with what adapters add to it: two launches before its own."""
         slots = self.table.of(call.weight_MK)
         if slots is None:
             return call
-        # The launch before the first product writes the slots of lanes, which the new launch reads.
+        # The launch before the first product writes the slots of lanes, which both launches read.
         starts_early = slots is not self.table.first
-        return call._replace(delta=shrink(call, slots, self.of_slot_S, starts_early=starts_early))
+        delta = lora_delta(call, slots, self.of_slot_S, starts_early=starts_early)
+        return call._replace(delta_NM=delta)
 
     def chunk_delta(self, x_TK: Tensor, weight: AnyWeight, *, pdl: bool) -> Tensor | None:
         """New `[T, M]`: what the chunk's adapter adds to a product; None: no adapter changes it."""

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
 from graphengine.kernels.core.triton_versions import sync_threads
+from graphengine.kernels.linear.linear_triton import load_delta
 from graphengine.kernels.linear.operands import KEEPING_FIELDS, SAMPLER_FIELDS, STREAM_FIELDS
-from graphengine.kernels.lora.low_rank import delta_tile
 from graphengine.kernels.norm_rope.activation import activated, soft_capped
 from graphengine.kernels.sample.tiles import best_of_tile
 
@@ -25,7 +25,7 @@ _soft_capped = gluon.jit(soft_capped.fn)
 _best_of_tile = gluon.jit(best_of_tile.fn)
 _begin_sum = gluon.jit(begin_sum.fn)
 _sum_of_ranks = gluon.jit(sum_of_ranks.fn)
-_delta_tile = gluon.jit(delta_tile.fn)
+_load_delta = gluon.jit(load_delta.fn)
 
 
 @gluon.constexpr_function
@@ -69,6 +69,7 @@ def epilogue(
     lanes,
     eps,
     bias_ptr,
+    delta_ptr,
     out_ptr,
     out_stride,
     residual,
@@ -86,15 +87,15 @@ def epilogue(
     TIMED: gl.constexpr = True,
 ):
     """Turn float32 sums [L, B] into what is stored, as `linear_triton._epilogue` does."""
-    slot, squares, base, begun, deltas = of_lanes
+    slot, squares, base, begun = of_lanes
     if GROUPS > 0:
         scale = rms_factor(squares, lane, K, eps)
         y = y * scale[:, None]
         up = up * scale[:, None]
     if RANKS > 0:
         word, there = _words(lane, output, lanes, OUTPUTS)
-        if len(deltas) > 0:
-            y += deltas[0]
+        if delta_ptr is not None:
+            y += gl.load(delta_ptr + word, mask=there, other=0.0).to(gl.float32)
         y = _sum_of_ranks(peers, begun, y, word, there, RANKS, SIZE, TIMED)
     if bias_ptr is not None:
         y += bias[None, :]
@@ -102,10 +103,10 @@ def epilogue(
     live = slot >= 0
     in_row = (output < OUTPUTS)[None, :]
     stored = live[:, None] & in_row
-    if len(deltas) > 0 and residual is None:
-        y += deltas[0]
+    if delta_ptr is not None and residual is None:
+        y += _load_delta(delta_ptr, lane, output, stored, 2 * OUTPUTS if SWIGLU else OUTPUTS)
         if SWIGLU:
-            up += deltas[1]
+            up += _load_delta(delta_ptr, lane, OUTPUTS + output, stored, 2 * OUTPUTS)
     if SWIGLU:
         y = _activated(y, SWIGLU) * up
     wide_lane = lane.to(gl.int64)[:, None]
@@ -181,17 +182,16 @@ def load_lanes(
     slot_ptr,
     squares_ptr,
     residual,
-    delta,
+    delta_ptr,
     peers,
     GROUPS: gl.constexpr,
     OUTPUTS: gl.constexpr,
-    SWIGLU: gl.constexpr,
     WARPS: gl.constexpr,
     RANKS: gl.constexpr,
 ):
     """Load what the epilogue needs of its lanes: slot [L], `load_squares`, the residual stream
-    [L, B] with the delta (as `linear_triton._load_lanes` says), what a sum over ranks begins with,
-    and other deltas [L, B], of outputs and of a SwiGLU's ups.
+    [L, B] with the delta (as `linear_triton._load_lanes` says), and what a sum over ranks begins
+    with.
     """
     L: gl.constexpr = lane.shape[0]
     B: gl.constexpr = output.shape[0]
@@ -206,42 +206,14 @@ def load_lanes(
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
-    deltas = ()
-    if delta is not None:
-        deltas = _load_deltas(delta, slot, lane, output, lanes, OUTPUTS, SWIGLU, WARPS)
-        if residual is not None and RANKS == 0:
-            base += deltas[0]
-            deltas = ()
+    if delta_ptr is not None and residual is not None and RANKS == 0:
+        there = inside[:, None] & (output < OUTPUTS)[None, :]
+        base += _load_delta(delta_ptr, lane, output, there, OUTPUTS)
     begun = ()
     if RANKS > 0:
         word, there = _words(lane, output, lanes, OUTPUTS)
         begun = _begin_sum(peers, word, there, RANKS)
-    return slot, squares, base, begun, deltas
-
-
-@gluon.jit
-def _load_deltas(
-    delta,
-    slot,
-    lane,
-    output,
-    lanes,
-    OUTPUTS: gl.constexpr,
-    SWIGLU: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """What is added to these lanes' outputs [L, B], and in a SwiGLU to their ups."""
-    L: gl.constexpr = lane.shape[0]
-    B: gl.constexpr = output.shape[0]
-    COLUMNS: gl.constexpr = 2 * OUTPUTS if SWIGLU else OUTPUTS
-    _, there = _words(lane, output, lanes, OUTPUTS)
-    # A constant -0.0 would become 0.0.
-    nothing = gl.full([L, B], -(2**31), gl.int32, row_layout(B, WARPS)).to(gl.float32, bitcast=True)
-    deltas = ()
-    for part in gl.static_range(2 if SWIGLU else 1):
-        column = part * OUTPUTS + output
-        deltas += (_delta_tile(delta, slot, lane, column, there, nothing, COLUMNS),)  # type: ignore[assignment]
-    return deltas
+    return slot, squares, base, begun
 
 
 @gluon.jit

@@ -34,8 +34,8 @@ from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, store_tile, sync_threads
+from graphengine.kernels.linear.linear_triton import load_delta
 from graphengine.kernels.linear.prefill.chunk_tiles import described
-from graphengine.kernels.lora.low_rank import load_delta
 from graphengine.kernels.norm_rope.activation import (
     Activation,
     activated,

@@ -145,7 +145,7 @@ def decode_chunk(
     """
     plan = packed_plan(weight.format, *weight.shape, "dot", device_of(x_NK) or H200)
     live = torch.zeros(len(x_NK), dtype=torch.int32, device=x_NK.device)
-    call = LinearCall(x_NK, weight, live, bias=bias, delta=delta, plan=plan)
+    call = LinearCall(x_NK, weight, live, bias=bias, delta_NM=delta, plan=plan)
     launch_linear(call, Targets(out=out, gate=gate_code(swiglu)))
 
 

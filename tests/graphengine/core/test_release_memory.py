@@ -127,7 +127,9 @@ def test_the_gpu_gets_the_bytes() -> None:
             grown = torch.cuda.mem_get_info()[0] - before
             engine.restore_memory()
             assert said(engine) == expected and engine.runtime.graphs == graphs
-        assert released >= engine.cache.nbytes > 2**26 and grown == released
+        assert released >= engine.cache.nbytes > 2**26
+        # The driver may take or give back some of its own memory meanwhile.
+        assert abs(grown - released) <= 2**22
 
 
 def test_weights_are_zero_while_they_are_released() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoints.tower_models import SCALED, TOWERS
 from engines.family_configs import config_of
-from engines.small_engine import assert_idle, greedy, open_engine
+from engines.small_engine import assert_idle, greedy, open_engine, run
 from engines.towers import IMAGE, SAID, Tower, new_tower
 from graphengine import NGram, PromptParts
 from graphengine.models.families.registry import read_model_config
@@ -56,6 +56,7 @@ def test_tokens_after_images_are_those_of_transformers(tower: Tower, device: str
     for options in ({}, {"prefill_buckets": [8]}, {"speculative": NGram(k=3)}):
         with open_engine(tower.path, device=device, **SIZES, **options) as engine:
             assert engine.generate(prompt, greedy(SAID)).token_ids == tuple(wanted), options
+            run(engine)
             assert_idle(engine)
     with open_engine(tower.path, device=device, **SIZES, session_states=4) as engine:
         session = engine.session()

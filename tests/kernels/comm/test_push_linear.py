@@ -22,7 +22,6 @@ from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
-from graphengine.kernels.lora.low_rank import LowRank
 from launches.push_world import World
 from launches.quantised import random_quantised
 
@@ -37,28 +36,11 @@ PLANS = [
 ]
 
 
-def low_rank_of(lanes: int, M: int) -> LowRank:
-    """Random factors of two parts and of rank 3; every other lane has an adapter."""
-    part_M = torch.randint(2, (M,)).to(torch.int32)
-    adapter_S = torch.arange(lanes, dtype=torch.int32) % 2 - 1
-    return LowRank(torch.randn(lanes, 6), torch.randn(1, 3, M), part_M, adapter_S)
-
-
 class Product:
     """What ranks multiply, each a part of; the last lanes may be padded."""
 
-    def __init__(
-        self,
-        ranks: int,
-        lanes: int,
-        live: int,
-        M: int,
-        K: int,
-        plan: LinearPlan,
-        adapted: bool = False,
-    ) -> None:
+    def __init__(self, ranks: int, lanes: int, live: int, M: int, K: int, plan: LinearPlan) -> None:
         self.plan = plan
-        self.deltas = [low_rank_of(lanes, M) if adapted else None for _ in range(ranks)]
         self.launch = Launch(arrivals=torch.zeros(64, dtype=torch.int32))
         self.x = torch.randn(ranks, lanes, K)
         self.weight = torch.randn(ranks, M, K)
@@ -76,7 +58,6 @@ class Product:
             squares_TN=self.squares if normed else None,
             eps=1e-5,
             bias=self.bias if bias else None,
-            delta=self.deltas[rank],
             plan=self.plan,
             launch=self.launch,
         )
@@ -104,20 +85,17 @@ class Product:
     plan=st.sampled_from(PLANS),
     normed=st.booleans(),
     bias=st.booleans(),
-    adapted=st.booleans(),
     tag=st.sampled_from([0, 2**31 - 1, -2, -1]),
     seed=st.integers(0, 99),
 )
-def test_the_stream_gets_the_sum_of_all_parts(
-    ranks, lanes, M, K, plan, normed, bias, adapted, tag, seed
-):
+def test_the_stream_gets_the_sum_of_all_parts(ranks, lanes, M, K, plan, normed, bias, tag, seed):
     torch.manual_seed(seed)
     dice = random.Random(seed)
     lanes = min(lanes, 2) if plan.family == "fma" else lanes
     live = dice.randrange(lanes + 1)
     world = World(ranks, -(-lanes * M // 256), tag)
     for _ in range(2):
-        product = Product(ranks, lanes, live, M, K, plan, adapted)
+        product = Product(ranks, lanes, live, M, K, plan)
         parts = [product.parts(rank, normed=normed) for rank in range(ranks)]
         order = dice.sample(range(ranks), ranks)
         found = world.run(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.core.lanes import live_rows
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.epilogues import AddResidual, Store, StoreSquares, StoreSwiglu
@@ -22,11 +21,10 @@ from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.prefill.linear_swiglu import linear_swiglu_reference
 from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_reference
-from graphengine.kernels.linear.reference import linear_reference, low_rank_reference
+from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.lora.chunk import add_chunk_delta, chunk_delta
-from graphengine.kernels.lora.decode import shrink
-from graphengine.kernels.lora.low_rank import LowRank
+from graphengine.kernels.lora.decode import lora_delta
 from graphengine.kernels.lora.slots import LoraSlots
 from launches.compilation import (
     assert_waits_before_it_shows,
@@ -69,7 +67,7 @@ def product_of(slots: LoraSlots, adapter: int, x: torch.Tensor) -> torch.Tensor:
     """scale * B (A x) of each row of x, float64, by the definition."""
     down, up, scale = (each[adapter].double() for each in slots[:3])
     parts = [
-        scale[p] * (up.t() @ (down[p * slots.rank : (p + 1) * slots.rank] @ x.double().t())).t()
+        scale[p] * (up @ (down[p * slots.rank : (p + 1) * slots.rank] @ x.double().t())).t()
         for p in range(slots.parts)
     ]
     return torch.stack(parts).gather(0, slots.part_M.long().expand(1, len(x), -1))[0]
@@ -97,55 +95,24 @@ def adapters_by_slot(slot: torch.Tensor) -> torch.Tensor:
 def test_each_lane_gets_its_adapter(
     device, dtypes, make_linear_case, lanes, M, K, rank, parts, dtype, groups, data
 ):
-    """The two factors; other lanes' values between them are not touched."""
     padded = data.draw(st.sets(st.integers(0, lanes - 1)))
     dtype = dtypes[dtype % len(dtypes)]
     case = make_linear_case(lanes, M, K, dtype, device=device, groups=groups, padded=tuple(padded))
     slots = make_slots(M, K, rank, parts, dtype, device)
     adapter_S = adapters_by_slot(case.slot)
     case.x[case.slot < 0] = torch.nan
-    found = shrink(case.call(eps=EPS), slots, adapter_S)
-    assert (found.rank, found.parts) == (rank, parts)
+    delta = lora_delta(case.call(eps=EPS), slots, adapter_S)
     for lane in torch.nonzero(case.slot >= 0).flatten().tolist():
         adapter = int(adapter_S[case.slot[lane]])
         if adapter < 0:
+            assert (delta[lane] == 0).all() and delta[lane].signbit().all()
             continue
-        x = case.x[lane].double()
+        x = case.x[lane : lane + 1].double()
         if groups:
             x = x / (case.squares[:, lane].double().sum() / K + EPS).sqrt()
-        scale = slots.scale_AP[adapter].double().repeat_interleave(rank)
-        expected = scale * (slots.down_AQK[adapter].double() @ x)
-        error = (found.between_NQ[lane].double() - expected).abs().max()
+        expected = product_of(slots, adapter, x)[0]
+        error = (delta[lane].double() - expected).abs().max()
         assert error <= 1e-5 * (1 + expected.abs().max()) * K**0.5, f"{lane=}, {error=}"
-
-
-def low_rank_of(case: Any, rank: int, parts: int, dtype: torch.dtype, *, seed: int = 0) -> LowRank:
-    """Random factors for a case's lanes: adapters -1, 0, 1, -1, ... and NaN that nobody may use."""
-    device, (lanes, M) = str(case.x.device), case.stream.shape
-    slots = make_slots(M, 1, rank, parts, dtype, device)
-    adapter_S = adapters_by_slot(case.slot)
-    random = torch.Generator().manual_seed(seed)
-    between = torch.randn(lanes, parts * rank, generator=random).to(device)
-    live = case.slot >= 0
-    without = torch.where(live, adapter_S[torch.where(live, case.slot, 0).long()], -1) < 0
-    between[without] = torch.nan
-    return LowRank(between, slots.up_ARM, slots.part_M, adapter_S)
-
-
-def test_the_reference_multiplies_by_the_rows_of_parts(make_linear_case):
-    """By the definition, in float64; -0.0 without an adapter."""
-    case = make_linear_case(5, 40, 8, torch.float32, padded=(1,))
-    given = low_rank_of(case, 3, 2, torch.float32)
-    live = live_rows(case.slot)
-    found = low_rank_reference(given, case.slot, live)
-    for row, lane in zip(found, torch.nonzero(case.slot >= 0).flatten().tolist(), strict=True):
-        adapter = int(given.adapter_S[case.slot[lane]])
-        if adapter < 0:
-            assert (row == 0).all() and row.signbit().all()
-            continue
-        between = given.between_NQ[lane].double().view(2, 3)[given.part_M.long()]
-        expected = (given.up_ARM[adapter].double().t() * between).sum(dim=1)
-        torch.testing.assert_close(row.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bits_do_not_depend_on_neighbours(
@@ -157,9 +124,7 @@ def test_bits_do_not_depend_on_neighbours(
         adapter_S = adapters_by_slot(case.slot)
 
         def run(case: Any, slots: LoraSlots = slots, adapter_S: Any = adapter_S) -> Any:
-            between = shrink(case.call(eps=EPS), slots, adapter_S).between_NQ
-            adapted = (case.slot >= 0) & (adapter_S[case.slot.clamp(min=0).long()] >= 0)
-            return (torch.where(adapted[:, None], between, 0),)
+            return (lora_delta(case.call(eps=EPS), slots, adapter_S),)
 
         assert_lanes_keep_their_bits(case, run, (1, 2, 5, 12))
 
@@ -203,10 +168,8 @@ def outputs_of(call: LinearCall, kind: str, case: Any, *, emulated: bool = False
     return [each[live] for each in left]
 
 
-def check_added(
-    case: Any, plan: LinearPlan, kind: str, close: Any, rank: int = 5, **options: Any
-) -> None:
-    """-0.0 and factors of other lanes change no bit; anything else is added, to no padded lane."""
+def check_added(case: Any, plan: LinearPlan, kind: str, close: Any, **options: Any) -> None:
+    """-0.0 changes no bit; anything else is added, and to no padded lane."""
     call = case.call(eps=EPS, plan=plan)
     lanes, M = len(case.x), call.rows
     nothing = torch.full((lanes, M), -0.0, device=case.x.device)
@@ -214,24 +177,17 @@ def check_added(
     without = outputs_of(call, kind, case, **options)
     for delta in (nothing, nothing.to(case.x.dtype)):
         for one, other in zip(
-            outputs_of(call._replace(delta=delta), kind, case, **options), without, strict=True
+            outputs_of(call._replace(delta_NM=delta), kind, case, **options), without, strict=True
         ):
             assert torch.equal(one, other)
-    low_rank = low_rank_of(case, rank, 2, case.x.dtype)
-    live = case.slot >= 0
-    plain = low_rank.adapter_S[case.slot[live].long()] < 0
-    assert plain.any()
-    for delta in (torch.randn(lanes, M).to(case.x.device), low_rank):
-        call = call._replace(delta=delta)
-        epilogue, left = epilogue_of(kind, case)
-        expected = linear_reference(call, epilogue)
-        left = [expected.y] if kind == "product" else left
-        found = outputs_of(call, kind, case, **options)
-        for one, other in zip(found, left, strict=False):
-            close(one, other[live], case.x.dtype)
-    for index, (one, other) in enumerate(zip(found, without, strict=True)):
-        rows = (slice(None), plain) if kind == "product" and index else plain
-        assert torch.equal(one[rows], other[rows]), "a lane without an adapter"
+    delta = torch.randn(lanes, M).to(case.x.device)
+    call = call._replace(delta_NM=delta)
+    epilogue, left = epilogue_of(kind, case)
+    expected = linear_reference(call, epilogue)
+    left = [expected.y] if kind == "product" else left
+    found = outputs_of(call, kind, case, **options)
+    for one, other in zip(found, left, strict=False):
+        close(one, other[case.slot >= 0], case.x.dtype)
 
 
 @pytest.mark.parametrize("plan", [DOT, DOT._replace(splits=2), FMA])
@@ -286,69 +242,7 @@ class _Packed:
 def test_refuses_a_delta_that_does_not_fit(make_linear_case, delta):
     case = make_linear_case(3, 6, 8, torch.float32)
     with pytest.raises(ValueError, match=r"delta must be a dense torch.float32 .* \[3, 6\], not"):
-        case.call(delta=delta).checked("store")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"between_NQ": torch.zeros(2, 6)}, r"\[2, 6\] and up \[3, 3, 6\] .* 3 lanes and 6 rows"),
-        ({"between_NQ": torch.zeros(3, 5)}, r"\[3, 5\] and up \[3, 3, 6\] do not fit"),
-        ({"up_ARM": torch.zeros(3, 3, 7)}, r"\[3, 6\] and up \[3, 3, 7\] do not fit"),
-        ({"up_ARM": torch.zeros(3, 6, 3).transpose(1, 2)}, "a dense float, not .* strides"),
-        ({"between_NQ": torch.zeros(3, 6).double()}, "must be dense float32 .* not torch.float64"),
-        (
-            {"part_M": torch.zeros(5, dtype=torch.int32)},
-            r"part_M must be a dense .*int32 \[6\]",
-        ),
-        ({"adapter_S": torch.zeros(3)}, "adapter_S must be int32, not torch.float32"),
-    ],
-)
-def test_refuses_factors_that_do_not_fit(make_linear_case, changes, message):
-    case = make_linear_case(3, 6, 8, torch.float32)
-    given = low_rank_of(case, 3, 2, torch.float32)
-    case.call(delta=given).checked("store")
-    with pytest.raises(ValueError, match=message):
-        case.call(delta=given._replace(**changes)).checked("store")
-
-
-@pytest.mark.parametrize("rank", [1, 16, 20, 33])
-def test_a_rank_may_be_any(device, make_linear_case, assert_products_close, rank):
-    """More of it than loads are under way at once, and no multiple of that."""
-    for plan, lanes in ((DOT, 3), (FMA, 2)):
-        case = make_linear_case(lanes, 70, 40, torch.float32, device=device)
-        check_added(case, plan, "swiglu", assert_products_close, rank)
-
-
-@pytest.mark.parametrize(
-    ("plan", "kind"), [(DOT, "swiglu"), (DOT._replace(splits=2), "store"), (FMA, "swiglu")]
-)
-def test_added_bits_do_not_depend_on_neighbours(
-    device,
-    dtypes,
-    make_linear_case,
-    assert_dot_lanes_keep_their_bits,
-    assert_lanes_keep_their_bits,
-    plan,
-    kind,
-):
-    fma, dtype = plan.family == "fma", dtypes[-1]
-    case = make_linear_case(3 if fma else 20, 40, 72, dtype, device=device, groups=3)
-    slots = make_slots(40, 72, 20, 3, dtype, device)
-    adapter_S = adapters_by_slot(case.slot)
-
-    def run(case: Any) -> Any:
-        call = case.call(eps=EPS, plan=plan)
-        call = call._replace(delta=shrink(call, slots, adapter_S))
-        arrivals = torch.zeros(64, dtype=torch.int32, device=device)
-        epilogue, left = epilogue_of(kind, case)
-        linear(call._replace(launch=Launch(arrivals=arrivals)), epilogue)
-        return tuple(left)
-
-    if fma:
-        assert_lanes_keep_their_bits(case, run, (1, 2))
-    else:
-        assert_dot_lanes_keep_their_bits(case, run)
+        case.call(delta_NM=delta).checked("store")
 
 
 # A chunk of a prompt.
@@ -413,15 +307,15 @@ def test_sizes_must_fit(make_linear_case):
     with pytest.raises(
         ValueError, match=r"down of 3 slots must be .* \[3, 4, 8\], not .* \[3, 4, 9\]"
     ):
-        shrink(case.call(), make_slots(6, 9, 2, 2, torch.float32), adapter_S)
+        lora_delta(case.call(), make_slots(6, 9, 2, 2, torch.float32), adapter_S)
     with pytest.raises(ValueError, match="slots for M=7 weight rows, and the weight has 6"):
-        shrink(case.call(), make_slots(7, 8, 2, 2, torch.float32), adapter_S)
+        lora_delta(case.call(), make_slots(7, 8, 2, 2, torch.float32), adapter_S)
 
 
 @compiles
 def test_compiles_for_hopper(make_linear_case):
-    """Each of the three kernels waits once before it shows anything; one that starts the next
-    launch early loads its matrices early, too.
+    """Each of the four kernels waits once before it shows anything; those that start the next
+    launch early load their matrices early, too.
     """
     case = make_linear_case(2, 300, 512, torch.bfloat16, groups=8)
     slots = make_slots(300, 512, 16, 3, torch.bfloat16)
@@ -437,33 +331,11 @@ def test_compiles_for_hopper(make_linear_case):
             loads = [each for each in global_loads(ptx, names) if each.argument in MATRICES]
             assert loads and not any(each.after_wait for each in loads)
 
-    for early in (True, False):
-        with launches_handed_to(partial(take, starts_early=early), DECODE):
-            shrink(case.call(eps=EPS, launch=launch), slots, adapter_S, starts_early=early)
+    with launches_handed_to(partial(take, starts_early=True), DECODE):
+        lora_delta(case.call(eps=EPS, launch=launch), slots, adapter_S, starts_early=True)
+    with launches_handed_to(partial(take, starts_early=False), DECODE):
+        lora_delta(case.call(eps=EPS, launch=launch), slots, adapter_S)
     with launches_handed_to(partial(take, starts_early=False), CHUNK):
         chunk_delta(case.x, slots, adapter_S[:1], pdl=True)
-    lanes = ["_shrink_lanes_kernel"]
+    lanes = ["_shrink_lanes_kernel", "_expand_lanes_kernel"]
     assert compiled == [*lanes, *lanes, "_shrink_kernel", "_expand_kernel"]
-
-
-@compiles
-@pytest.mark.parametrize("kind", ["store", "swiglu", "residual"])
-@pytest.mark.parametrize("plan", [FMA, DOT])
-def test_products_load_factors_around_their_wait(make_linear_case, plan, kind):
-    """What the launch before writes after it; `fma` has its rows of B on their way before."""
-    dtype = torch.float32 if plan is DOT else torch.bfloat16
-    case = make_linear_case(1, 320, 256, dtype)
-    given = low_rank_of(case, 16, 2, dtype)
-    call = case.call(plan=plan, delta=given, launch=Launch(pdl=True))
-    op = record_launch(LAUNCHES, lambda: linear(call, epilogue_of(kind, case)[0]))
-    assert op.name == f"{plan.family}_kernel"
-    ptx, names = compile_launch(op)
-    assert_waits_before_it_shows(ptx)
-    loads = [load for load in global_loads(ptx, names) if load.argument.startswith("delta.")]
-    between = [load for load in loads if load.argument == "delta.between"]
-    assert between and all(load.after_wait for load in between)
-    up = [load for load in loads if load.argument == "delta.up"]
-    assert up and all(load.after_wait != (plan is FMA) for load in up)
-    if plan is FMA:
-        slots = [load for load in global_loads(ptx, names) if load.argument == "slot_ptr"]
-        assert all(load.past_l1 for load in slots if not load.after_wait)
