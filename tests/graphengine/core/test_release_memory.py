@@ -115,6 +115,7 @@ def test_through_the_calls_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_gpu_gets_the_bytes() -> None:
     """In the second round, as the first one pins the host's copy."""
     with open_releasable(device="cuda", kv_blocks=20_000) as engine:
@@ -127,9 +128,7 @@ def test_the_gpu_gets_the_bytes() -> None:
             grown = torch.cuda.mem_get_info()[0] - before
             engine.restore_memory()
             assert said(engine) == expected and engine.runtime.graphs == graphs
-        assert released >= engine.cache.nbytes > 2**26
-        # The driver may take or give back some of its own memory meanwhile.
-        assert abs(grown - released) <= 2**22
+        assert released >= engine.cache.nbytes > 2**26 and grown == released
 
 
 def test_weights_are_zero_while_they_are_released() -> None:
