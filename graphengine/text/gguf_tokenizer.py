@@ -20,7 +20,7 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from graphengine.models.checkpoints.gguf_file import GgufFile, read_gguf
+from graphengine.models.checkpoints.gguf.file import GgufFile, read_gguf
 from graphengine.options.checks import shown
 from graphengine.text.tokenizer_files import TokenizerFiles, library_errors
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from graphengine.models.checkpoints.gguf_file import is_gguf
+from graphengine.models.checkpoints.gguf.file import is_gguf
 from graphengine.text.chat import ChatTemplate, Messages, Tools
 from graphengine.text.continuing import continuing
 from graphengine.text.decoders import (

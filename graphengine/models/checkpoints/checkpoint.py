@@ -27,8 +27,8 @@ from graphengine.models.checkpoints.bitsandbytes_tensors import (
 )
 from graphengine.models.checkpoints.finding import ADAPTER, find_directory, gguf_of, told_instead
 from graphengine.models.checkpoints.fused_heads import parts_of, read_names
-from graphengine.models.checkpoints.gguf_file import is_gguf
-from graphengine.models.checkpoints.gguf_tensors import log_widened, open_gguf, read_gguf_model
+from graphengine.models.checkpoints.gguf.file import is_gguf
+from graphengine.models.checkpoints.gguf.tensors import log_widened, open_gguf, read_gguf_model
 from graphengine.models.checkpoints.json_files import read_json_object
 from graphengine.models.checkpoints.random_values import random_values
 from graphengine.models.checkpoints.tensor_files import (

@@ -14,8 +14,8 @@ import torch
 
 from graphengine.config import RoundedKind, StateDtype
 from graphengine.models.checkpoints.checkpoint import Checkpoint, Progress, eos_token_ids
-from graphengine.models.checkpoints.gguf_config import with_metadata_keys
-from graphengine.models.checkpoints.gguf_file import is_gguf
+from graphengine.models.checkpoints.gguf.config import with_metadata_keys
+from graphengine.models.checkpoints.gguf.file import is_gguf
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.families.registry import read_model_config

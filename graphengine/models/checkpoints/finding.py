@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from graphengine.demo import checkpoint_path
-from graphengine.models.checkpoints.gguf_file import is_gguf, one_gguf
+from graphengine.models.checkpoints.gguf.file import is_gguf, one_gguf
 from graphengine.models.checkpoints.json_files import read_json_object
 from graphengine.options.checks import shown
 from graphengine.paths import expand_user

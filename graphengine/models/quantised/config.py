@@ -11,8 +11,8 @@ import torch
 from graphengine.kernels.linear.kinds import KINDS, KindName
 from graphengine.kernels.linear.quantised import WeightFormat, format_of
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.gguf_file import is_gguf
-from graphengine.models.checkpoints.gguf_tensors import FACTORS
+from graphengine.models.checkpoints.gguf.file import is_gguf
+from graphengine.models.checkpoints.gguf.tensors import FACTORS
 from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.hf.config_schema import HfConfig, language_model, unsupported
 from graphengine.models.quantised.compressed_config import read_compressed

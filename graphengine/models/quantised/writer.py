@@ -23,7 +23,7 @@ from graphengine.kernels.linear.kinds import CODES, KINDS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.destinations import read_model
-from graphengine.models.checkpoints.gguf_file import is_gguf
+from graphengine.models.checkpoints.gguf.file import is_gguf
 from graphengine.models.contract import ModelConfig
 from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.config import quantisation_of

@@ -22,13 +22,14 @@ from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.destinations import read_model
-from graphengine.models.checkpoints.gguf_config import FAMILIES, LAYER, MODULES
+from graphengine.models.checkpoints.gguf.families import FAMILIES, LAYER, MODULES
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.readers import read_weight
 from graphengine.models.weights import StoredLinear
 
 gguf = pytest.importorskip("gguf")
 
+from checkpoints.gguf_conversion import name_in_file  # noqa: E402
 from checkpoints.gguf_files import QUANTISED, written  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -60,6 +61,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
 }
+# Keys that GPT-2 does not have.
+_OF_GPT = dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+)
+_OF_GPT |= dict.fromkeys(("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"))
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Llama-biases": {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 2},
@@ -133,6 +139,73 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "Exaone4-windows": {"sliding_window": 8, "num_hidden_layers": 4},
     "Ernie4_5": {"use_bias": True},
     "HunYuanDenseV1": {"attention_bias": True},
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    "Qwen2Moe": {
+        "hidden_size": 192,
+        "num_key_value_heads": 3,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "Phi": {"hidden_size": 192, "partial_rotary_factor": 0.5},
+    "Phi-whole": {"hidden_size": 192, "partial_rotary_factor": 1.0},
+    "Gemma": {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "Lfm2Moe": {
+        "hidden_size": 192,
+        "head_dim": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": True,
+    },
+    "Olmo": {"hidden_size": 192, "head_dim": None},
+    "GPT2": {"n_embd": 192, "n_layer": 2, "n_head": 3, "n_positions": 512, **_OF_GPT},
+    "GPTBigCode": {"n_embd": 192, "n_layer": 2, "n_head": 3, "n_positions": 512, **_OF_GPT},
+    "GPTNeoX": {"hidden_size": 192, "rotary_pct": 0.25, "intermediate_size": 320},
+    "GPTNeoX-one-by-one": {"hidden_size": 192, "rotary_pct": 1.0, "use_parallel_residual": False},
+    "Starcoder2": {"hidden_size": 192, "sliding_window": None, "tie_word_embeddings": True},
+    "StableLm": {"hidden_size": 192, "partial_rotary_factor": 0.25},
+    "StableLm-parallel": {
+        "hidden_size": 192,
+        "partial_rotary_factor": 1.0,
+        "use_parallel_residual": True,
+        "use_qkv_bias": True,
+    },
+    "Cohere": {"hidden_size": 192, "tie_word_embeddings": True, "logit_scale": 0.5},
+    "Cohere2": {
+        "hidden_size": 192,
+        "head_dim": None,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "num_hidden_layers": 5,
+    },
+    "MiniMaxM2": {
+        "intermediate_size": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "Glm4Moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
 }
 # Transformers reads neither the size of experts nor the scale of attention, and takes its defaults.
 READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -140,7 +213,15 @@ READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"moe_intermediate_size": 768, "num_hidden_layers": 1},
     "Gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "Lfm2": {},
+    "Qwen2Moe": {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    "GPT2": {"n_positions": 1024},
+    "Starcoder2": {},
+    "StableLm": {"num_hidden_layers": 1},
+    "MiniMaxM2": {},
 }
+
+
+_PREFIXES = {"gpt2": "transformer.", "starcoder": "transformer.", "gptneox": "gpt_neox."}
 
 
 class Case(NamedTuple):
@@ -154,12 +235,13 @@ def make(family: str, **options: Any) -> Callable[[], Any]:
     """A small model of a family, as `write_model` takes it."""
     name = family.partition("-")[0]
     of = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    model = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
     sizes = {**SIZES, **FAMILY_SIZES[family], **options}
     sizes = {key: value for key, value in sizes.items() if value is not None}
 
     def build() -> Any:
         config = getattr(transformers, of)(**sizes)
-        return getattr(transformers, f"{name}ForCausalLM")(config)
+        return getattr(transformers, model)(config)
 
     return build
 
@@ -207,7 +289,16 @@ def assert_as_plain(case: Case, device: str, eager: Any, **options: Any) -> None
                 oracle.assert_logits(result, seen, tolerance=0.15, flips=0.25)
 
 
-@pytest.mark.parametrize("family", FAMILY_SIZES)
+# Families whose names, keys or rows another one shows, too.
+_LIKE_OTHERS = {
+    *("Llama-tied", "Mistral", "SmolLM3", "Ernie4_5", "HunYuanDenseV1", "Phi", "Gemma", "Olmo"),
+    *("GPTBigCode", "GPTNeoX-one-by-one", "StableLm", "Cohere", "MiniMaxM2", "Lfm2"),
+}
+
+
+@pytest.mark.parametrize(
+    "family", extent([each for each in FAMILY_SIZES if each not in _LIKE_OTHERS], [*FAMILY_SIZES])
+)
 @pytest.mark.parametrize("kind", extent(["Q8_0"], ["F32", "Q8_0"]))
 def test_families(
     write: Callable[..., Case], device: str, eager: Any, family: str, kind: str
@@ -254,14 +345,18 @@ def test_names_are_those_of_the_package() -> None:
         arch = {told: key for key, told in gguf.MODEL_ARCH_NAMES.items()}[name]
         names = gguf.get_tensor_name_map(arch, 1)
         here = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
-        ours = {f"blk.0.{key}": told for key, told in {**LAYER, **family.layer}.items()} | MODULES
-        for stored, told in ours.items():
+        layer = {key: told for key, told in {**LAYER, **family.layer}.items() if key != "attn_qkv"}
+        ours = {f"blk.0.{key}": f"model.layers.0.{told}" for key, told in layer.items()}
+        for stored, told in (ours | {**MODULES, **family.modules}).items():
             if stored.replace(".0.", ".{bid}.") not in here:
                 continue
             if (name, stored) in (("phi3", "blk.0.attn_q"), ("phi3", "blk.0.attn_k")):
                 continue
-            module = f"model.layers.0.{told}" if stored.startswith("blk") else told
-            assert names.get_name(module.replace(".{}", "")) == stored, (name, module)
+            # Names in a checkpoint's files, where the engine's are others.
+            named = told.replace("model.", _PREFIXES.get(name, "model."))
+            named = named.replace("transformer.layers.", "transformer.h.").replace(".{}", "")
+            found = name_in_file(names, named)
+            assert found is not None and found.removesuffix(".bias") == stored, (name, named)
 
 
 def linears_of(file: Path) -> dict[str, StoredLinear]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.destinations import read_model
-from graphengine.models.checkpoints.gguf_file import read_gguf
+from graphengine.models.checkpoints.gguf.file import read_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -219,7 +219,31 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
             {"metadata": {"attention.clamp_kqv": 8.0}},
             r"not understood.*llama.attention.clamp_kqv=8.0",
         ),
-        ({"metadata": {"expert_count": 8}}, r"1 metadata keys that are not unders.*expert_count=8"),
+        (
+            {"metadata": {"expert_shared_count": 8}},
+            r"1 metadata keys that are not unders.*expert_shared_count=8",
+        ),
+        (
+            {"metadata": {"expert_count": 8}},
+            r"lacks 25 of 33 tensors: model.layers.0.block_sparse_moe.gate.weight, ",
+        ),
+        (
+            {"arch": "minimax-m2", "metadata": {"expert_gating_func": 1}},
+            r"not understood.*minimax-m2.expert_gating_func=1",
+        ),
+        (
+            {"arch": "glm4moe", "metadata": {"nextn_predict_layers": 1}},
+            r"glm4moe.nextn_predict_layers=1: must be an integer from 0 to 0, as block_count=1",
+        ),
+        (
+            {
+                "arch": "gptneox",
+                "metadata": {"attention.layer_norm_epsilon": 1e-5},
+                "shapes": {"blk.0.attn_qkv.weight": (100, 64)},
+            },
+            r"blk.0.attn_qkv.weight with 100 rows, which are not 3 times as many",
+        ),
+        ({"arch": "gpt2"}, r"lacks the metadata keys gpt2.attention.layer_norm_epsilon"),
         (
             {"metadata": {"attention.key_length": 64, "attention.value_length": 128}},
             "must be equal",

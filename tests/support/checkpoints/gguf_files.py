@@ -1,13 +1,8 @@
-"""GGUF files of a checkpoint's weights, written with `gguf` as llama.cpp's converter does.
-
-The names of tensors come from the package's own table, and the order of rows from the formulae of
-the converter, so that neither is the engine's.
-"""
+"""GGUF files of a checkpoint's weights, written with `gguf` as llama.cpp's converter does."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoints.gguf_conversion import converted
+from checkpoints.gguf_metadata import metadata_of
+
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Phi3ForCausalLM": "phi3",
@@ -37,11 +37,22 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "exaone4",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "PhiForCausalLM": "phi2",
+    "GemmaForCausalLM": "gemma",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "OlmoForCausalLM": "olmo",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTBigCodeForCausalLM": "starcoder",
+    "GPTNeoXForCausalLM": "gptneox",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "StableLmForCausalLM": "stablelm",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
+    "Glm4MoeForCausalLM": "glm4moe",
 }
-PAIRED = ("llama", "granite", "smollm3")
 # Matrices that the converter leaves in 32 bits.
-_KEPT = r"ffn_gate_inp|shortconv\.conv\."
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_KEPT = r"ffn_gate_inp|shortconv\.conv\.|position_embd"
 # Where the scales of formats lie that the package does not write, in bytes of a block.
 _SCALES = {
     "Q2_K": (80, 82),
@@ -98,7 +109,7 @@ def written(
         split_max_tensors=tensors_a_file,
         small_first_shard=tensors_a_file > 0,
     )
-    for key, value in (_metadata(arch, config) | (metadata or {})).items():
+    for key, value in (metadata_of(arch, config) | (metadata or {})).items():
         if value is not None:
             writer.add_key_value(f"{arch}.{key}", value, _type(value))
     if tokenizer is not None:
@@ -203,58 +214,6 @@ def _type(value: Any) -> gguf.GGUFValueType:
     return gguf.GGUFValueType.get_type(value)
 
 
-def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or {}
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    given = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", config.get("norm_eps")),
-        "attention.key_length": width,
-        "attention.value_length": width,
-        "rope.dimension_count": width,
-        "rope.freq_base": (rope.get("full_attention") or rope).get("rope_theta"),
-        "vocab_size": config["vocab_size"],
-    }
-    if rope.get("rope_type") in ("linear", "yarn"):
-        given["rope.scaling.type"] = rope["rope_type"]
-        given["rope.scaling.factor"] = rope["factor"]
-        given["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope":
-        trained = rope.get("original_max_position_embeddings")
-        scale = config["max_position_embeddings"] / trained
-        given["rope.scaling.original_context_length"] = trained
-        given["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(trained))
-    if arch == "gemma2":
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            given[name] = config[name]
-    if arch in ("gemma2", "gemma3", "phi3"):
-        given["attention.sliding_window"] = config.get("sliding_window")
-    if arch == "exaone4" and config["sliding_window"] is not None:
-        given["attention.sliding_window"] = config["sliding_window"]
-        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
-        given["attention.sliding_window_pattern"] = kinds
-    if arch == "granite":
-        given["attention.scale"] = config["attention_multiplier"]
-        given["embedding_scale"] = config["embedding_multiplier"]
-        given["residual_scale"] = config["residual_multiplier"]
-        given["logit_scale"] = config["logits_scaling"]
-    if arch == "lfm2":
-        kinds = [kind == "full_attention" for kind in config["layer_types"]]
-        given["attention.head_count_kv"] = [config["num_key_value_heads"] * kind for kind in kinds]
-        given["shortconv.l_cache"] = config["conv_L_cache"]
-    if arch == "qwen3moe":
-        given["expert_count"] = config["num_local_experts"]
-        given["expert_used_count"] = config["num_experts_per_tok"]
-        given["expert_feed_forward_length"] = config["moe_intermediate_size"]
-    return {key: value for key, value in given.items() if value is not None}
-
-
 def _add_tensors(
     writer: gguf.GGUFWriter,
     arch: str,
@@ -263,54 +222,14 @@ def _add_tensors(
     kinds: Kinds,
 ) -> dict[str, Tensor]:
     """Add the tensors; returns the values that the file has, by the checkpoint's names."""
-    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     plain: dict[str, Tensor] = {}
-    stacks: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
-        expert = _EXPERT.fullmatch(name)
-        if expert is not None:
-            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = tensor
-            continue
-        if name.startswith("mtp.") or (name == "lm_head.weight" and config["tie_word_embeddings"]):
-            continue
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
-        # The converter squeezes the taps of convolutions.
-        values = tensor.float().squeeze(1) if "shortconv.conv" in stored else tensor.float()
-        read = _add(writer, arch, config, stored, values, kinds)
-        plain[name] = read.reshape(tensor.shape)
-    for name, experts in stacks.items():
-        stored = names.get_name(name, try_suffixes=(".weight",))
-        assert stored is not None, name
-        stack = torch.stack([experts[index] for index in sorted(experts)]).float()
-        values = _add(writer, arch, config, stored, stack, kinds)
-        module, _, last = name.removesuffix(".weight").rpartition(".")
-        for index, each in enumerate(values):
-            plain[f"{module}.{index}.{last}.weight"] = each.clone()
+    for name, values, back in converted(arch, config, tensors):
+        kind = kinds(name) if values.ndim > 1 and not re.search(_KEPT, name) else "F32"
+        number = gguf.GGMLQuantizationType[kind]
+        data = encoded(values.contiguous().numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=number)
+        plain |= back(torch.from_numpy(gguf.dequantize(data, number).reshape(values.shape).copy()))
     return plain
-
-
-def _add(
-    writer: gguf.GGUFWriter,
-    arch: str,
-    config: Mapping[str, Any],
-    stored: str,
-    tensor: Tensor,
-    kinds: Kinds,
-) -> Tensor:
-    """Add one tensor; returns its values in the checkpoint's layout."""
-    heads = 0
-    if arch in PAIRED and re.search(r"attn_[qk]\.", stored):
-        heads = config["num_attention_heads" if "attn_q" in stored else "num_key_value_heads"]
-    plus = 1.0 if arch in ("gemma2", "gemma3") and stored.endswith("norm.weight") else 0.0
-    values = _permuted(tensor, heads) + plus
-    kind = kinds(stored) if tensor.ndim > 1 and not re.search(_KEPT, stored) else "F32"
-    number = gguf.GGMLQuantizationType[kind]
-    data = encoded(values.contiguous().numpy(), kind)
-    writer.add_tensor(stored, data, raw_dtype=number)
-    read = torch.from_numpy(gguf.dequantize(data, number).reshape(values.shape).copy())
-    return (_unpermuted(read, heads) - plus).contiguous()
 
 
 def encoded(values: np.ndarray, kind: str) -> np.ndarray:
@@ -328,18 +247,3 @@ def encoded(values: np.ndarray, kind: str) -> np.ndarray:
         scales = generator.normal(0, size, shape[:-1]).astype(np.float16)
         data[..., at : at + 2] = scales[..., None].view(np.uint8)
     return data.reshape(*values.shape[:-1], -1)
-
-
-def _permuted(tensor: Tensor, heads: int) -> Tensor:
-    """`permute` of llama.cpp's converter."""
-    if not heads:
-        return tensor
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-    return halves.swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
-    if not heads:
-        return tensor
-    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(tensor.shape)

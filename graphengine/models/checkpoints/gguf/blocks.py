@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.linear.quantised import packed_halves, unpacked_halves
-from graphengine.models.checkpoints.gguf_file import gguf_package
+from graphengine.models.checkpoints.gguf.file import gguf_package
 
 _HALF_ONE = b"\x00\x3c"
 

@@ -1,193 +1,22 @@
-"""What a GGUF file's metadata says of its model, in the keys of Hugging Face's `config.json`.
-
-The architectures and their keys are those of llama.cpp, as the package `gguf` lists them.
-"""
+"""What a GGUF file's metadata says of its model, in the keys of Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from graphengine.models.checkpoints.gguf_file import GgufFile
+from graphengine.models.checkpoints.gguf.families import (
+    COUNT,
+    FAMILIES,
+    WITH_EXPERTS,
+    GgufFamily,
+)
+from graphengine.models.checkpoints.gguf.file import GgufFile
 from graphengine.options.checks import shown, some
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
-
-
-class GgufFamily(NamedTuple):
-    """How one of llama.cpp's architectures is called, and stored.
-
-    architecture  the class in `config.json`
-    keys          the metadata keys that only this architecture has, and their names there
-    fixed         keys that no metadata tells
-    layer         names of a layer's modules that differ from `LAYER`
-    paired        whether each head's rows of q and k alternate between the two halves that RoPE
-                  pairs
-    plus_one      whether norms are stored plus 1, which the model adds
-    mixed         whether layers without heads of keys and values are convolutions
-    biases        keys that say whether there are biases, and the module whose bias tells it
-    """
-
-    architecture: str
-    keys: Mapping[str, str] = _NONE
-    fixed: Mapping[str, Any] = _NONE
-    layer: Mapping[str, str] = _NONE
-    paired: bool = False
-    plus_one: bool = False
-    mixed: bool = False
-    biases: Mapping[str, str] = _NONE
-
-
-_GEMMA_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_NORMS_AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
-FAMILIES: Mapping[str, GgufFamily] = {
-    "llama": GgufFamily(
-        "LlamaForCausalLM",
-        paired=True,
-        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_gate"},
-    ),
-    "qwen2": GgufFamily("Qwen2ForCausalLM"),
-    "qwen3": GgufFamily("Qwen3ForCausalLM"),
-    "qwen3moe": GgufFamily(
-        "Qwen3MoeForCausalLM",
-        keys={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        fixed={"norm_topk_prob": True},
-    ),
-    "phi3": GgufFamily(
-        "Phi3ForCausalLM",
-        keys={"attention.sliding_window": "sliding_window"},
-        layer={"ffn_up": "mlp.gate_up_proj"},
-    ),
-    "granite": GgufFamily(
-        "GraniteForCausalLM",
-        keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        paired=True,
-    ),
-    "smollm3": GgufFamily("SmolLM3ForCausalLM", fixed={"no_rope_layer_interval": 4}, paired=True),
-    "gemma2": GgufFamily(
-        "Gemma2ForCausalLM",
-        keys={
-            "attention.sliding_window": "sliding_window",
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        layer=_GEMMA_NORMS,
-        plus_one=True,
-    ),
-    "gemma3": GgufFamily(
-        "Gemma3ForCausalLM",
-        keys={
-            "attention.sliding_window": "sliding_window",
-            "rope.freq_base_swa": "rope_local_base_freq",
-        },
-        layer=_GEMMA_NORMS,
-        plus_one=True,
-    ),
-    "lfm2": GgufFamily(
-        "Lfm2ForCausalLM",
-        keys={
-            "attention.layer_norm_rms_epsilon": "norm_eps",
-            "shortconv.l_cache": "conv_L_cache",
-        },
-        fixed={"block_auto_adjust_ff_dim": False},
-        layer={
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-        },
-        mixed=True,
-    ),
-    "seed_oss": GgufFamily(
-        "SeedOssForCausalLM",
-        layer={"post_attention_norm": "post_attention_layernorm"},
-        biases={
-            "attention_bias": "attn_q",
-            "attention_out_bias": "attn_output",
-            "mlp_bias": "ffn_gate",
-        },
-    ),
-    "olmo2": GgufFamily(
-        "Olmo2ForCausalLM", layer=_NORMS_AFTER, biases={"attention_bias": "attn_q"}
-    ),
-    "exaone4": GgufFamily(
-        "Exaone4ForCausalLM",
-        keys={
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": "layer_types",
-        },
-        # transformers takes a missing window for one of 4096.
-        fixed={"sliding_window": None},
-        layer=_NORMS_AFTER,
-    ),
-    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
-    "hunyuan-dense": GgufFamily(
-        "HunYuanDenseV1ForCausalLM",
-        layer={
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
-        },
-        biases={"attention_bias": "attn_q"},
-    ),
-}
-"""The architectures that are read, by the name in `general.architecture`."""
-
-MODULES: Mapping[str, str] = {
-    "token_embd": "model.embed_tokens",
-    "token_embd_norm": "model.embedding_norm",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-"""Names of the modules outside of layers."""
-
-LAYER: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.conv": "conv.conv",
-    "shortconv.out_proj": "conv.out_proj",
-}
-"""Names of a layer's modules; {} is the number of an expert, all of which are one tensor."""
 
 _LLAMA_3 = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -205,10 +34,9 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_NEEDED = (
-    *("embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
-    "attention.layer_norm_rms_epsilon",
-)
+_NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+_DRAFT_LAYERS = "nextn_predict_layers"
 _WIDTHS = ("attention.key_length", "attention.value_length")
 # What is computed with here: the models' configs check the other sizes.
 _COUNTS = (
@@ -244,6 +72,8 @@ def family_of(file: GgufFile) -> GgufFamily:
             f"{file.path} has general.architecture={shown(name)}: GGUF files are read of "
             f"{', '.join(FAMILIES)}; open the safetensors checkpoint of other models"
         )
+    if name in WITH_EXPERTS and file.metadata.get(f"{name}.{COUNT}"):
+        return WITH_EXPERTS[name]
     return FAMILIES[name]
 
 
@@ -269,15 +99,17 @@ def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> 
     config["vocab_size"] = _vocabulary(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["eos_token_id"] = _end_ids(file)
-    for name, module in family.biases.items():
-        config[name] = f"blk.0.{module}.bias" in file.tensors
+    for name, tensor in family.biases.items():
+        config[name] = f"blk.0.{tensor}" in file.tensors
+    # These layers come last in the file, and are no layers of the model.
+    config["num_hidden_layers"] -= own.get(_DRAFT_LAYERS, 0)
     if "layer_types" in config:
         config["layer_types"] = _window_types(config)
     if family.mixed:
         config |= _mixture(file, own, config["num_hidden_layers"])
     if family.architecture in _GEMMA_27B:
         config["query_pre_attn_scalar"] = _gemma_scalar(config, _GEMMA_27B[family.architecture])
-    _read_rope(own, config)
+    _read_rope(own, config, family.rotated)
     if any(factor != 1 for factor in factors.get(_LLAMA_3, ())):
         config["rope_scaling"] = _llama3(file, factors[_LLAMA_3], config)
     if _LONG in factors and _SHORT in factors:
@@ -299,8 +131,12 @@ def with_metadata_keys(message: str, config: Mapping[str, Any]) -> str:
     values are from.
     """
     architecture = config["architectures"][0]
-    name = next(name for name, each in FAMILIES.items() if each.architecture == architecture)
-    keys = {**_KEYS, **FAMILIES[name].keys, **_ROPE_KEYS}
+    name, family = next(
+        (name, each)
+        for name, each in (*FAMILIES.items(), *WITH_EXPERTS.items())
+        if each.architecture == architecture
+    )
+    keys = {**_KEYS, **family.keys, **_ROPE_KEYS}
     words = set(re.findall(r"\w+", message))
     sources = [f"{each} from {name}.{key}" for key, each in keys.items() if each in words]
     if not sources:
@@ -309,14 +145,15 @@ def with_metadata_keys(message: str, config: Mapping[str, Any]) -> str:
 
 
 def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[str, Any]) -> None:
-    missing = [prefix + key for key in _NEEDED if key not in own]
+    epsilon = next((key for key in _EPSILONS if key in family.keys), _EPSILONS[1])
+    missing = [prefix + key for key in (*_NEEDED, epsilon) if key not in own]
     if missing:
         raise ValueError(f"{file.path} lacks the metadata keys {some(missing)}")
     known = {*_KEYS, *family.keys, *_ROPE_KEYS, *_OTHER_KEYS}
     unknown = [
         f"{prefix}{key}={shown(value)}"
         for key, value in own.items()
-        if key not in known and value not in (0, "", _NEUTRAL.get(key))
+        if key not in known and value not in (0, "", _NEUTRAL.get(key), family.only.get(key))
         if (key, own.get("rope.scaling.type")) != (_ATTENTION_FACTOR, "longrope")
     ]
     if unknown:
@@ -330,6 +167,12 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
             raise ValueError(
                 f"{file.path} has {prefix}{key}={shown(count)}: must be an integer of 1 or more"
             )
+    drafts, layers = own.get(_DRAFT_LAYERS, 0), own["block_count"]
+    if type(drafts) is not int or not 0 <= drafts < layers:
+        raise ValueError(
+            f"{file.path} has {prefix}{_DRAFT_LAYERS}={shown(drafts)}: must be an integer from 0 "
+            f"to {layers - 1}, as block_count={layers} counts these layers, too"
+        )
     width, value_width = (own.get(key) for key in _WIDTHS)
     if value_width not in (None, width):
         raise ValueError(
@@ -401,8 +244,10 @@ def _window_types(config: Mapping[str, Any]) -> Any:
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
-def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
-    """Add RoPE's scaling, and the part of a head that it rotates."""
+def _read_rope(own: Mapping[str, Any], config: dict[str, Any], rotated: str) -> None:
+    """Add RoPE's scaling, and the part of a head that it rotates: by the name `rotated`, where a
+    missing part is not 1.
+    """
     # llama.cpp takes a factor without a type as linear.
     scaled = "rope.scale_linear" in own or own.get("rope.scaling.factor", 1.0) != 1.0
     kind = own.get("rope.scaling.type", "linear" if scaled else "none")
@@ -414,8 +259,8 @@ def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
         config["rope_scaling"] = {"rope_type": kind, **scaling}
     width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     turned = own.get("rope.dimension_count", width)
-    if width and turned != width:
-        config["partial_rotary_factor"] = turned / width
+    if width and (rotated or turned != width):
+        config[rotated or "partial_rotary_factor"] = turned / width
 
 
 def _llama3(file: GgufFile, factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any]:
