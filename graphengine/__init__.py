@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphengine.options.draft_trees import DynamicTree
     from graphengine.options.draft_vocabulary import DraftVocabulary
     from graphengine.parallel.ranks import RankFailed
+    from graphengine.policies.policy import Policy
     from graphengine.prompt_embeds import GridEmbeds, ImageEmbeds
     from graphengine.prompts import Chat, PromptParts
     from graphengine.requests.request import Event, QueueFull, Request
@@ -61,6 +62,7 @@ __all__ = [
     "ImageEmbeds",
     "Logprob",
     "NGram",
+    "Policy",
     "PromptParts",
     "QueueFull",
     "RankFailed",
@@ -96,6 +98,7 @@ _HOMES = {
     "NGram": "graphengine.speculative",
     "GridEmbeds": "graphengine.prompt_embeds",
     "ImageEmbeds": "graphengine.prompt_embeds",
+    "Policy": "graphengine.policies.policy",
     "PromptParts": "graphengine.prompts",
     "QueueFull": "graphengine.requests.request",
     "RankFailed": "graphengine.parallel.ranks",

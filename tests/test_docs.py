@@ -17,6 +17,7 @@ import torch
 
 import graphengine
 from checkpoints.adapters import write_adapter
+from checkpoints.policies import save_policy
 from engines.forked_ranks import ranks_are_forked
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.demo import checkpoint_path
@@ -93,7 +94,11 @@ CODE = {
     if page.parent.name != "testing" and (blocks := code_of(page.read_text("utf-8")))
 }
 """The Python blocks of each page; the plugin's page has tests of its own."""
-NEEDS = {"docs/grammars.md": "llguidance", "docs/experts.md": "transformers"}
+NEEDS = {
+    "docs/grammars.md": "llguidance",
+    "docs/experts.md": "transformers",
+    "docs/robots.md": "transformers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +145,10 @@ def test_the_code_of_a_page_runs(
     }  # fmt: skip
     assert names.keys() == READER.keys(), "what is run and what is type-checked differ"
     names |= {"Engine": Engine, "SamplingParams": SamplingParams}
+    if page == "docs/robots.md":
+        positions = {"max_position_embeddings": 2048}
+        save_policy(tmp_path / "pi0", text=positions, expert=positions)
+        names["path"] = "pi0"
     if not torch.cuda.is_available():  # Several ranks want a GPU each.
         names["__name__"] = "__main__"
     if page in ("docs/experts.md", "docs/tensor_parallel.md"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import itertools
 import json
 import pickle
 import secrets
@@ -18,12 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from events import GENEROUS_S
 from forked_pytest import run_apart
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from graphengine import Chat, Engine, Event, Request, SamplingParams
+from graphengine import Chat, Engine, Event, Policy, Request, SamplingParams
 from graphengine.demo import checkpoint_path
 
 pytest_plugins = ["pytester"]
@@ -60,6 +62,28 @@ def test_the_robot_cancels_what_is_out_of_date(monkeypatch: pytest.MonkeyPatch) 
     assert first.finish_reason in ("cancelled", "length", "stop")
     assert second.finish_reason in ("length", "stop") and second.text
     assert second.request_id == first.request_id + 1
+
+
+@pytest.mark.skipif(not hasattr(transformers, "PI0Config"), reason="this transformers has no pi0")
+def test_the_robot_plans_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk begins with the actions that were planned for the time of planning."""
+    acted: list[tuple[Any, torch.Tensor]] = []
+    act = Policy.act
+
+    def recorded(policy: Policy, prefix: Any, state: Any, **options: Any) -> torch.Tensor:
+        chunk = act(policy, prefix, state, **options).clone()
+        acted.append((options["fixed"], chunk.cpu()))
+        return chunk
+
+    monkeypatch.setattr(Policy, "act", recorded)
+    example = load("robot_policy")
+    monkeypatch.setattr(example, "TICK_S", 0.0)
+    actions = example.main(ticks=12)
+    assert len(actions) == 12 and len(acted) == 3
+    assert [len(fixed) for fixed, _ in acted] == [0, 2, 2]
+    for (_, before), (fixed, chunk) in itertools.pairwise(acted):
+        assert torch.equal(fixed, before[5:7]) and torch.equal(chunk[:2], fixed)
+    assert torch.equal(torch.stack(actions[5:10]), acted[1][1][:5])
 
 
 def test_the_voice_agent_is_interrupted_and_goes_on() -> None:

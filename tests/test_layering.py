@@ -56,6 +56,7 @@ MODEL_DOORS = {
             "linears",
             "states",
             "families.registry",
+            "policies",
             "repeats",
             "routing",
             "vocabulary",

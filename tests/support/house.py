@@ -28,8 +28,8 @@ ROOMS = (
     "structured_outputs", "sampling_params", "engine_sizes", "rank_options", "config",
     "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts",
     "requests", "host",
-    "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",
-    "cli", "__main__",
+    "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "policies",
+    "engine", "", "cli", "__main__",
 )  # fmt: skip
 """The rooms and the flat modules of `graphengine/`, from the ground up; "" is the package itself.
 
