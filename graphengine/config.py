@@ -306,11 +306,20 @@ class EngineConfig(RankOptions):
     )
     lookahead: int | None = option(
         None,
-        Bound("be 0 or 1", lambda steps: steps in (0, 1)),
-        doc="""replays launched before the oldest one is collected, 0 or 1. It is 0 while a request
+        within(0, 2),
+        doc="""launches made before the oldest one is collected, 0 to 2. It is 0 while a request
         with a grammar holds a slot; UserProvided and SaveHiddenStates always set it to 0; None: 1
         on a GPU or with pipeline_parallel, else 0""",
         flag=Flag(),
+    )
+    steps_per_launch: int = option(
+        1,
+        within(1, 64),
+        doc="""decode steps that one launch runs in a row, so that a busy host need not launch each.
+        New requests, cancels, deadlines and stop strings wait for launches under way to end. A
+        launch runs one step while a prompt is fed, while a grammar is made on the host, and where
+        no request has as many tokens left""",
+        flag=Flag(metavar="N"),
     )
     memory_fraction: float = option(
         0.9,
@@ -491,6 +500,7 @@ class EngineConfig(RankOptions):
             self._keep_cut(self.prefill_cut)
         self._check_speculation()
         self.check_ranks()
+        self.check_launches()
         if self.row_family == "fma" and self.lanes > FMA_LANES:
             raise ValueError(
                 f"row_family='fma' serves up to {FMA_LANES} lanes a step, not {self.lanes_text}"

@@ -279,15 +279,15 @@ class Engine(MemoryCalls):
         self.core.force(request, token_id)
 
     def step(self, timeout: float | None = None) -> list[Event]:
-        """Launch what can be launched, then return the events of the oldest replay in flight.
+        """Launch what can be launched, then return the events of the oldest step in flight.
 
-        On a CPU the launch itself computes the step, whatever the timeout.
+        With `steps_per_launch`, the steps after it that are done by then are returned, too. On a
+        CPU the launch itself computes its steps, whatever the timeout.
 
-        timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
+        timeout  seconds to wait for that step; None: until it is done; 0 or less: never blocks.
                  The list is empty if it was not done in time or only fed a part of a prompt, or if
                  drafts that a grammar's masks need did not arrive in time. A run of Python's
-                 collector (`EngineConfig.collect_while_waiting`), with its finalizers and
-                 callbacks, is part of the wait and may lengthen it.
+                 collector (`collect_while_waiting`) is part of the wait and may lengthen it.
 
         An exception of an event callback or of `stop_callback` is raised once every callback has
         run; the events come with the next step. Events of a `generate`, `stream` or `astream` go
@@ -314,7 +314,7 @@ class Engine(MemoryCalls):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
+        """Whether a request is unfinished, a step in flight, or an event not returned yet."""
         return self.core.busy
 
     @property

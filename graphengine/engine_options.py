@@ -190,9 +190,16 @@ class EngineOptions(TypedDict, total=False):
     """
 
     lookahead: int | None
-    """replays launched before the oldest one is collected, 0 or 1. It is 0 while a request with a
+    """launches made before the oldest one is collected, 0 to 2. It is 0 while a request with a
     grammar holds a slot; UserProvided and SaveHiddenStates always set it to 0; None: 1 on a GPU
     or with pipeline_parallel, else 0
+    """
+
+    steps_per_launch: int
+    """decode steps that one launch runs in a row, so that a busy host need not launch each. New
+    requests, cancels, deadlines and stop strings wait for launches under way to end. A launch
+    runs one step while a prompt is fed, while a grammar is made on the host, and where no
+    request has as many tokens left
     """
 
     memory_fraction: float

@@ -44,6 +44,7 @@ class EngineSizes:
     max_seq_len: int | None
     buckets: tuple[int, ...] | None
     lookahead: int | None
+    steps_per_launch: int
     row_family: RowFamily | None
     speculative: Speculative | str | None
     gate: GateOptions | None
@@ -184,9 +185,38 @@ class EngineSizes:
         return (self.launched_ahead + 2) * self._loads_of_step
 
     @property
+    def launch_lengths(self) -> tuple[int, ...]:
+        """Steps that a launch of decode may run, ascending."""
+        return tuple(sorted({1, self.steps_per_launch}))
+
+    @property
     def mailbox_entries(self) -> int:
-        """Replays whose records a mailbox holds."""
+        """Steps whose records a mailbox holds. Each step of a launch has a record of its own, and a
+        launch of several steps has no prompt's chunk before it.
+        """
+        of_launch = max(self._launches_of_step, self.steps_per_launch)
+        return of_launch * (self.launched_ahead + 2)
+
+    @property
+    def sends_in_flight(self) -> int:
+        """Streams that a stage may have sent before the next stage takes the oldest."""
         return self._launches_of_step * (self.launched_ahead + 2)
+
+    def check_launches(self) -> None:
+        """ValueError for options that launches of several steps cannot serve."""
+        steps, mode = self.steps_per_launch, self.mode
+        if steps == 1:
+            return
+        if mode is not None and mode.lockstep:
+            raise ValueError(
+                f"speculative={mode!r} has the host read each step before the next one is "
+                f"launched: it is for steps_per_launch=1, not {steps}"
+            )
+        if self.data_parallel > 1:
+            raise ValueError(
+                f"steps_per_launch={steps} is for ranks that have the same requests, not for "
+                f"data_parallel={self.data_parallel}: a prompt of one rank would delay all others"
+            )
 
     @property
     def _launches_of_step(self) -> int:

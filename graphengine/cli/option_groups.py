@@ -98,6 +98,7 @@ ENGINE_GROUPS: Groups = {
     ),
     "Host, latency and arithmetic": (
         "lookahead",
+        "steps_per_launch",
         "wait",
         "wait_limit_s",
         "collect_while_waiting",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
@@ -25,15 +25,15 @@ from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
 from graphengine.core.waits import Waits, deadline_after, seconds_to
 from graphengine.core.weight_state import WeightState
-from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
+from graphengine.drafters import Drafter, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
-from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
 from graphengine.host.step_plan import Plan, Replay
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.budget.memory_plan import MemoryPlan
+from graphengine.opening.scheduling import new_scheduler
 from graphengine.program.fields import (
     adapter_updates,
     draft_updates,
@@ -71,7 +71,9 @@ class EngineCore:
 
     needs        the drafter's needs
     weights      the version of the weights
-    in_flight    replays of each step that was launched and not yet collected, oldest first
+    in_flight    replays of each step that was launched and not yet collected, oldest first; a
+                 launch may have run several steps
+    launches     launches that these steps belong to
     description  what latency and numerics depend on, for reports
     interrupts   holds Ctrl-C back during a step, except in waits
     closed       whether `close()` was called
@@ -95,7 +97,7 @@ class EngineCore:
         self.drafter, self.needs = drafter, drafter.needs
         self.weights = WeightState()
         # This rank's scheduler, which has all requests unless other ranks have their own.
-        self._own = new_scheduler(memory, config, drafter.needs, runtime)
+        self._own = new_scheduler(memory, config, drafter.needs, runtime.prefill_cut)
         self.counters = self._own.counters
         self.scheduler = self._scheduling()
         self._schedule = config.schedule
@@ -113,7 +115,7 @@ class EngineCore:
             graphs=tuple(runtime.graphs),
             captures=runtime.captures,
             lanes=config.data_parallel * config.max_batch,
-            in_flight=3 * (config.launched_ahead + 1),
+            in_flight=config.mailbox_entries,
             stream=runtime.stream,
             ranks=runtime.rank_times,
         )
@@ -141,6 +143,7 @@ class EngineCore:
             defaults=defaults,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
+        self.launches = 0
         # The replays that the last step launched last.
         self.newest: tuple[Replay, ...] = ()
         self.closed = False
@@ -269,7 +272,9 @@ class EngineCore:
                 self.newest = ()
                 self.delivery.end_due()
                 self._launch_all(timeout)
-                if len(self.in_flight) > self.scheduler.lookahead + 1:
+                if self.config.steps_per_launch > 1:
+                    self._collect_done(timeout)
+                elif self.launches > self.scheduler.lookahead + 1:
                     self._collect_several(timeout)
                 elif self.in_flight:
                     self.collect(timeout)
@@ -282,11 +287,11 @@ class EngineCore:
         return self.delivery.take()
 
     def _launch_all(self, timeout: float | None) -> None:
-        """Launch steps until as many are in flight as the lookahead allows."""
+        """Launch until as many launches are in flight as the lookahead allows."""
         scheduler = self.scheduler
         ready = not scheduler.guided or self._drafts_are_there(timeout)
         try:
-            while ready and len(self.in_flight) <= scheduler.lookahead:
+            while ready and self.launches <= scheduler.lookahead:
                 if not self.advance():
                     break
                 self.newest = self.in_flight[-1]
@@ -334,8 +339,8 @@ class EngineCore:
         self._own.reuse.forget()
 
     def advance(self) -> bool:
-        """Plan, load and launch the next step; False if nothing can be launched until one in flight
-        is collected.
+        """Plan, load and launch what comes next; False if nothing can be launched until a step in
+        flight is collected.
         """
         plan = self.plan()
         if plan is None:
@@ -353,7 +358,7 @@ class EngineCore:
         self._choose_width(live_rows)
         plan = self._own.plan()
         if self.gate is not None and plan is not None and plan.rows:
-            self.gate.launched(live_rows)
+            self.gate.launched(live_rows, plan.steps)
         return plan
 
     def _choose_width(self, live_rows: int) -> None:
@@ -423,19 +428,26 @@ class EngineCore:
                 self._run(key, replays[-1:])
             self.runtime.copy_states(states.after)
         if plan.rows:
-            rows, drafts, full = plan.bucket, plan.width - 1, plan.full
+            rows, drafts, full, later = plan.bucket, plan.width - 1, plan.full, plan.steps - 1
             sampler = self.runtime.program.samplers[-1 if full else 0]
-            key = decode_key(rows, drafts, sampler)
-            sequence = self.runtime.launched + 1
-            replays.append(Replay(sequence, plan.rows, plan.epochs, plan.width, rows, full=full))
+            key = decode_key(rows, drafts, sampler, plan.steps)
+            first = Replay(
+                self.runtime.launched + 1,
+                *(plan.rows, plan.epochs, plan.width, rows),
+                full=full,
+                later=later,
+            )
+            replays.append(first)
             self._run(key, replays[-1:])
         if plan.masks_changed and self._own.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
         self.in_flight.append(tuple(replays))
+        self.in_flight += [(step,) for step in replays[-1].following()]
+        self.launches += 1
 
     def _run(self, key: GraphKey, replays: Sequence[Replay]) -> None:
-        """Launch the graph of these replays."""
+        """Launch the graph of these replays; `replays[0]` is the first step of several."""
         if self.recorder.recording:
             live = sum(len(replay.requests) for replay in replays)
             chunks = [replay.chunk for replay in replays if replay.chunk is not None]
@@ -449,6 +461,23 @@ class EngineCore:
             self.runtime.replay(key)
         self.counters[self._counter_of[key]] += 1
 
+    def _collect_done(self, timeout: float | None) -> None:
+        """Read the oldest step, if its record arrives within `timeout` seconds, and the steps after
+        it that are done by then.
+
+        The host is late if there are any, so the device gets its next launch before they are read.
+        """
+        for number in range(len(self.in_flight)):
+            oldest, before = self.in_flight[0][0], len(self.in_flight)
+            if number:
+                if not self.runtime.mailbox.ready(oldest.sequence, len(oldest.requests)):
+                    return
+                self._launch_all(0)
+                before = len(self.in_flight)
+            self.collect(0 if number else timeout)
+            if len(self.in_flight) == before:
+                return
+
     def _collect_several(self, timeout: float | None) -> None:
         """Read the oldest launches down to the lookahead, which a new request has lowered."""
         deadline = deadline_after(timeout)
@@ -460,7 +489,7 @@ class EngineCore:
 
     @ranged("step/collect", _counts_of_oldest)
     def collect(self, timeout: float | None) -> None:
-        """Read the records of the oldest launch if they arrive within `timeout` seconds."""
+        """Read the records of the oldest step if they arrive within `timeout` seconds."""
         if self.recorder.recording:
             self.recorder.collecting()
         runtime, replays = self.runtime, self.in_flight[0]
@@ -471,6 +500,7 @@ class EngineCore:
         now = time.perf_counter()
         try:
             self.in_flight.popleft()
+            self.launches -= not replays[-1].later
             runtime.acknowledge(replays[-1].sequence)
             for collected in self._together(records):
                 self.delivery.read_replay(*collected, now)
@@ -548,42 +578,6 @@ class EngineCore:
         self.runtime.close()
         drafter, self.drafter = self.drafter, NoDrafter()
         drafter.close()
-
-
-def new_scheduler(
-    memory: MemoryPlan,
-    config: EngineConfig,
-    needs: DraftNeeds,
-    runtime: Runtime,
-    counters: Counter[str] | None = None,
-) -> Scheduler:
-    """The scheduler of an engine with these sizes, or of a rank with requests of its own.
-
-    A recurrent layer's state depends on every earlier token: without state checkpoints no blocks
-    are kept.
-    """
-    nothing = memory.recurrent and not memory.state_places
-    return Scheduler(
-        slots=config.max_batch,
-        kv_blocks=memory.kv_blocks,
-        swap_blocks=memory.swap_blocks,
-        block_size=memory.block_size,
-        max_chunk=memory.prefill_ladder.sizes[-1],
-        cut=runtime.prefill_cut,
-        tokens_per_step=memory.tokens_per_step,
-        reserve_extra=needs.reserve,
-        max_seq_len=memory.max_seq_len,
-        ladder=memory.ladder,
-        max_waiting=config.max_waiting,
-        lookahead=config.launched_ahead,
-        prefix_caching=config.prefix_caching,
-        kept_blocks=0 if nothing else config.session_blocks,
-        tokens_after=needs.tokens_after,
-        note_all=config.relaxed_acceptance is not None or needs.notes,
-        rings=memory.rings,
-        state_places=memory.state_places,
-        counters=counters,
-    )
 
 
 def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> EmbedsSpec | None:

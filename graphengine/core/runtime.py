@@ -107,7 +107,7 @@ class Runtime(SlotOperations, Waits):
     numerics_id   `Engine.numerics_id`
     stream        the stream of all replays and copies; None on a CPU
     device        the device of all of this
-    launched      publishing replays so far: the sequence number of the last one
+    launched      publishing steps so far: the sequence number of the last one
     rank_times    times of other ranks, for the recorder
     operations    executes each command, on this rank alone
     """
@@ -235,11 +235,11 @@ class Runtime(SlotOperations, Waits):
 
     @property
     def next_replay(self) -> int:
-        """The sequence number of the next replay."""
+        """The sequence number of the next step."""
         return self.launched + 1
 
     def replay(self, key: GraphKey) -> None:
-        """Queue a graph on the stream; it takes the next sequence number."""
+        """Queue a graph on the stream; each of its steps takes the next sequence number."""
         self.run(ReplayGraph(key))
 
     def acknowledge(self, sequence: int) -> None:
@@ -444,7 +444,7 @@ class Runtime(SlotOperations, Waits):
 
     def _replay(self, command: ReplayGraph) -> None:
         self._launch(self.graphs[command.key].replay)
-        self.launched += 1
+        self.launched += command.key.steps
 
     def _scales_id(self, command: ReadScales) -> str:
         return scales_id(layer for cache in self.kv_scales() for layer in cache[0])

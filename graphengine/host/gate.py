@@ -118,14 +118,14 @@ class Gate:
         most = self.drafts if self._schedule is None else self._schedule(live_rows)
         return min(self.drafts, most)
 
-    def launched(self, live_rows: int) -> None:
-        """Count a decode step of `next_drafts(live_rows)` drafts."""
-        self.counters[f"gate/steps/{self.next_drafts(live_rows)}"] += 1
+    def launched(self, live_rows: int, steps: int = 1) -> None:
+        """Count a launch of `steps` decode steps of `next_drafts(live_rows)` drafts."""
+        self.counters[f"gate/steps/{self.next_drafts(live_rows)}"] += steps
         if self._overloaded(live_rows):
-            self.counters["gate/overloaded"] += 1
+            self.counters["gate/overloaded"] += steps
         elif not self._probing and self._level + 1 < len(self.lengths):
-            self._steps += 1
-            if self._steps == self.probe_every:
+            self._steps += steps
+            if self._steps >= self.probe_every:
                 self.counters["gate/probes"] += 1
                 self._use(self._level + 1, probing=True)
 

@@ -11,6 +11,10 @@ how many when it reads the step (`collected`). Until then a request has two boun
 reserved and copied for the `most` tokens that may have been sampled, and the request is planned as
 long as the `least` leave one to sample. At W = 1 both bounds equal the number sampled.
 
+A launch may run several steps in a row, for whose tokens all its rows then have blocks
+(`_steps_of_launch`). It never pauses a request for them: where the pool lacks blocks, a launch is
+one step. Rows that end within it are no-ops in its later steps.
+
 Pauses always succeed: a request is admitted only while either all admitted requests fit the pool at
 their greatest need, or all but the oldest fit the swap area. No bound exceeds the greatest need:
 positions past the request's end are never written, except a few by its drafter, and those are part
@@ -34,14 +38,14 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.block_pool import BlockPool
 from graphengine.host.reuse import Reuse
 from graphengine.host.rings import WindowRing, WindowRings
-from graphengine.host.step_plan import NOTHING, Plan, PrefillChunk
+from graphengine.host.step_plan import NOTHING, Changes, Plan, PrefillChunk, count_launch
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import NO_EMBEDS
@@ -50,15 +54,6 @@ from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, Request
 
 Move = Literal["paused", "resumed", "finished"]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Changes:
-    slots: bool = False
-    tables: bool = False
-    options: bool = False
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -77,7 +72,8 @@ class Scheduler:
     reserve_extra     positions that a drafter may write past those of the step or prompt it follows
     max_seq_len       positions in a block table; no drafter writes past them
     max_waiting       most requests that may wait for a slot; None: no limit
-    lookahead         replays that may be launched before an earlier one has been read
+    lookahead         launches that may be made before an earlier one has been read
+    steps_per_launch  most decode steps of a launch
     prefix_caching    whether prompts find blocks of earlier prompts by their tokens
     kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
     tokens_after      tokens after a position that its entries in the caches depend on
@@ -109,6 +105,7 @@ class Scheduler:
         ladder: BucketLadder | None = None,
         max_waiting: int | None = None,
         lookahead: int = 0,
+        steps_per_launch: int = 1,
         prefix_caching: bool = False,
         kept_blocks: int | None = None,
         tokens_after: int = 0,
@@ -144,6 +141,7 @@ class Scheduler:
         self.lookahead = self._usual_lookahead = lookahead
         self._max_waiting = max_waiting
         self._note_all = note_all
+        self._steps_per_launch = steps_per_launch
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
@@ -153,7 +151,7 @@ class Scheduler:
         # vacant, it gets those of its prompt, and more as it grows, for which there is room.
         self._roomy = slots * self.blocks_for(self._max_seq_len) <= kv_blocks
         self._width = tokens_per_step
-        self._changes = _Changes()
+        self._changes = Changes()
         # The previous plan; the next `_repeats` calls return it again, unless requests come or go.
         self._last = NOTHING
         self._repeats = 0
@@ -243,7 +241,7 @@ class Scheduler:
             self.slots[placement.slot] = None
             self.reuse.ended(request)
             # Rejected drafts may have been written up to a step past the bound.
-            written = _kv_len(placement) + self._tokens_per_step - 1
+            written = placement.kv_len + self._tokens_per_step - 1
             self.reuse.end_ring(request, min(written, job.max_len - 1))
             self.pool.give_back(placement.blocks)
             self.swap.give_back(placement.swap_blocks)
@@ -270,7 +268,7 @@ class Scheduler:
         """
         if self._repeats:
             self._repeats -= 1
-            _count_launch(self._last)
+            count_launch(self._last)
             return self._last
         rows = self._grow_or_pause()
         if not self._changes.swap_out:
@@ -282,7 +280,8 @@ class Scheduler:
         if prefill is not None:
             self._advance_prefill(prefill)
         rows.sort(key=lambda request: request.job.placed.slot)
-        changes, self._changes = self._changes, _Changes()
+        steps = self._steps_of_launch(rows) if prefill is None else 1
+        changes, self._changes = self._changes, Changes()
         same = tuple(rows) == self._last.rows
         plan = Plan(
             rows=tuple(rows),
@@ -290,6 +289,7 @@ class Scheduler:
             # A request has one epoch, so epochs can change only with the rows.
             epochs=self._last.epochs if same else tuple(row.job.placed.epoch for row in rows),
             width=self._width,
+            steps=steps,
             full=self._last.full if same else any(row.job.full for row in rows),
             prefill=prefill,
             swap_out=tuple(changes.swap_out),
@@ -300,7 +300,7 @@ class Scheduler:
             options_changed=changes.options,
             masks_changed=changes.options or self.guided > 0,
         )
-        _count_launch(plan)
+        count_launch(plan)
         self._last = plan
         self._repeats = self._holds_for(plan)
         if self._repeats:
@@ -336,11 +336,12 @@ class Scheduler:
     def _holds_for(self, plan: Plan) -> int:
         """How many later plans have the same rows and change nothing, if no request comes or goes.
 
-        0 if a request is being prefilled, paused or stalled: the next plan decides about it. No
+        0 if a request is being prefilled, paused or stalled: the next plan decides about it. So it
+        does after a launch of several steps, where planning takes little of their time. No
         waiting request can be admitted meanwhile, as nothing is freed. Results collected meanwhile
         only lower the need for blocks.
         """
-        if plan.prefill is not None or plan.swap_out or plan.swap_in:
+        if plan.prefill is not None or plan.swap_out or plan.swap_in or plan.steps > 1:
             return 0
         width = plan.width
         steps = min(
@@ -349,8 +350,33 @@ class Scheduler:
         )
         if steps and len(plan.rows) < len(self.active):
             others = set(self.active).difference(plan.rows)
-            if any(other.phase is not Phase.DECODE or _can_sample(other.job) for other in others):
+            if any(other.phase is not Phase.DECODE or other.job.can_sample for other in others):
                 return 0
+        return steps
+
+    def _steps_of_launch(self, rows: Sequence[Request]) -> int:
+        """The decode steps of a launch of these rows; takes the blocks that they need.
+
+        One, if the next step depends on what the host reads, if no row would use all steps, while
+        requests pause or resume, and where the pool lacks blocks for all steps.
+        """
+        steps, changes = self._steps_per_launch, self._changes
+        if steps == 1 or self.guided or not rows or changes.swap_out or changes.swap_in:
+            return 1
+        jobs = [request.job for request in rows]
+        if max(job.max_new_tokens - job.placed.least for job in jobs) < steps:
+            return 1
+        tokens = steps * self._width
+        ends = (self._reach(job, job.placed.kv_len + tokens) for job in jobs)
+        missing = [
+            max(0, self.blocks_for(end) - len(job.placed.blocks))
+            for job, end in zip(jobs, ends, strict=True)
+        ]
+        if sum(missing) > self.pool.free:
+            return 1
+        for job, count in zip(jobs, missing, strict=True):
+            job.placed.blocks += self.pool.take(count)
+            changes.tables |= count > 0
         return steps
 
     def _room(self, job: Job) -> int:
@@ -359,7 +385,7 @@ class Scheduler:
         held = len(placement.blocks) * self.block_size
         if held >= placement.reach:
             return sys.maxsize
-        return held - self._reserve_extra - _kv_len(placement)
+        return held - self._reserve_extra - placement.kv_len
 
     def _grow_or_pause(self) -> list[Request]:
         """Rows that decode, oldest first, each with blocks for the positions of its next step.
@@ -370,10 +396,10 @@ class Scheduler:
         rows: list[Request] = []
         for request in self.active:
             job = request.job
-            if request.phase is not Phase.DECODE or not _can_sample(job):
+            if request.phase is not Phase.DECODE or not job.can_sample:
                 continue
             if self._room(job) >= self._width or self._reserve(
-                request, _kv_len(job.placed) + self._width
+                request, job.placed.kv_len + self._width
             ):
                 rows.append(request)
             else:
@@ -401,7 +427,7 @@ class Scheduler:
     def _pause(self, request: Request) -> None:
         """Copy out all blocks that may have been written, including by launches in flight."""
         placement = request.job.placed
-        used = self.blocks_for(self._reach(request.job, _kv_len(placement)))
+        used = self.blocks_for(self._reach(request.job, placement.kv_len))
         placement.swap_blocks = self.swap.take(used)
         self._changes.swap_out += zip(placement.blocks[:used], placement.swap_blocks, strict=True)
         self.pool.give_back(placement.blocks)
@@ -424,12 +450,12 @@ class Scheduler:
             job = request.job
             placement = job.placed
             prefilling = placement.prefilled < job.prompt_len
-            tokens = job.prompt_len if prefilling else _kv_len(placement) + self._width
+            tokens = job.prompt_len if prefilling else placement.kv_len + self._width
             need = self.blocks_for(self._reach(job, tokens))
             if self.pool.free < need + headroom:
                 break
             placement.blocks = self.pool.take(need)
-            used = self.blocks_for(self._reach(job, _kv_len(placement)))
+            used = self.blocks_for(self._reach(job, placement.kv_len))
             self._changes.swap_in += zip(
                 placement.swap_blocks[:used], placement.blocks[:used], strict=True
             )
@@ -439,7 +465,7 @@ class Scheduler:
             self.counters["resumes"] += 1
             self.moves.append(("resumed", request.id))
             request.phase = Phase.PREFILL if prefilling else Phase.DECODE
-            if not prefilling and _can_sample(job):
+            if not prefilling and job.can_sample:
                 rows.append(request)
         return rows
 
@@ -572,27 +598,3 @@ def finish(request: Request) -> None:
     request.job.block_keys = None
     # A finished request's handle may live long, and these are large.
     request.job.embeds = NO_EMBEDS
-
-
-def _count_launch(plan: Plan) -> None:
-    """Count a launch of the plan: each row samples one token, and up to one more per draft."""
-    for request in plan.rows:
-        request.job.placement.least += 1  # type: ignore[union-attr]
-    if plan.width > 1:
-        for request in plan.rows:
-            request.job.placement.in_doubt += plan.width - 1  # type: ignore[union-attr]
-
-
-def _kv_len(placement: Placement) -> int:
-    """Most tokens whose KV is written once all that was launched has run.
-
-    The last sampled token has no KV. The bound may lie past the request's end: `_reach` cuts it.
-    """
-    if not placement.least:
-        return placement.prefilled
-    return placement.prefilled + placement.least + placement.in_doubt - 1
-
-
-def _can_sample(job: Job) -> bool:
-    """Whether the request may get another token, as far as the host can tell."""
-    return job.placed.least < job.max_new_tokens

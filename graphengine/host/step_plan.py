@@ -5,7 +5,7 @@ A replay in flight is data, too: what the host remembers of it until its record 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graphengine.requests.request import Request
@@ -31,14 +31,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
+    """One launch: copies between pool and swap area, then a prefill replay, then a decode replay.
 
     `rows[i]` runs in decode row i, in epoch `epochs[i]`; `bucket` is the number of rows of the
     graph that serves them, 0 if no request decodes. `full` says whether one of them needs a graph
     of the full sampler. A plan swaps out or in, never both. The other flags say which host-owned
     fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
     otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
-    same object. `width` is the number of tokens that a decode row feeds.
+    same object. `width` is the number of tokens that a decode row feeds. The decode replay runs
+    `steps` steps of these rows; it is 1 where there is a prefill replay.
     """
 
     rows: tuple[Request, ...]
@@ -54,6 +55,7 @@ class Plan:
     tables_changed: bool
     options_changed: bool
     masks_changed: bool
+    steps: int = 1
 
 
 NOTHING = Plan(
@@ -74,12 +76,40 @@ NOTHING = Plan(
 """The plan before the first one."""
 
 
+@dataclass(kw_only=True, slots=True)
+class Changes:
+    """What the next plan changes, as `Plan` names it."""
+
+    slots: bool = False
+    tables: bool = False
+    options: bool = False
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+
+
+def count_launch(plan: Plan) -> None:
+    """Count the tokens that the plan's launch samples: in each step one for each row, and up to one
+    more for each of its drafts.
+    """
+    steps = plan.steps
+    if plan.width == 1:
+        for request in plan.rows:
+            job = request.job
+            placement = job.placement
+            assert placement is not None
+            placement.least = min(placement.least + steps, job.max_new_tokens)
+        return
+    for request in plan.rows:
+        request.job.placed.least += steps
+        request.job.placed.in_doubt += steps * (plan.width - 1)
+
+
 class Replay(NamedTuple):
-    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
+    """One step in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
 
     A row emits up to `width` tokens: 1, and one more for each draft that was verified. A prefill
     fed `chunk`; a decode ran in a bucket of `rows`. A `full` replay may have published
-    log-probabilities. The mailbox is that of `rank`.
+    log-probabilities. The mailbox is that of `rank`. Its launch runs `later` more steps after it.
     """
 
     sequence: int
@@ -90,3 +120,11 @@ class Replay(NamedTuple):
     chunk: PrefillChunk | None = None
     full: bool = False
     rank: int = 0
+    later: int = 0
+
+    def following(self) -> list[Replay]:
+        """The later steps of its launch."""
+        return [
+            self._replace(sequence=self.sequence + step, later=self.later - step)
+            for step in range(1, 1 + self.later)
+        ]

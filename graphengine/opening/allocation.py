@@ -396,7 +396,8 @@ def _run(program: StepProgram, key: GraphKey) -> None:
     """The step of one graph."""
     if key.kind == "decode":
         assert key.variant in program.samplers, f"{key=}"
-        program.decode(key.size, key.variant, key.drafts)
+        for _ in range(key.steps):
+            program.decode(key.size, key.variant, key.drafts)
     elif key.variant == "note":
         program.note(key.size)
     else:

@@ -53,7 +53,12 @@ def graph_keys(
     return (
         *(prefill_key(tokens, kind) for tokens in reversed(prefill_ladder.sizes) for kind in kinds),
         note_key(prefill_ladder.sizes[-1]),
-        *(decode_key(*shape, sampler) for shape in shapes for sampler in decode),
+        *(
+            decode_key(*shape, sampler, steps)
+            for shape in shapes
+            for sampler in decode
+            for steps in reversed(config.launch_lengths)
+        ),
     )
 
 

@@ -92,7 +92,7 @@ class PipelineRuntime(DriverRuntime):
         contents: CheckpointContents,
     ) -> None:
         self.queue = HostQueue()
-        # Number of calls queued up to each replay, by the replay's sequence number.
+        # Number of calls queued up to each step, by the step's sequence number.
         self._ends: dict[int, int] = {}
         super().__init__(opened, memory, config, ranks, contents)
         if self.stream is None:
@@ -107,8 +107,9 @@ class PipelineRuntime(DriverRuntime):
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks."""
+        first = self.next_replay
         super().replay(key)
-        self._ends[self.launched] = self.queue.queued
+        self._ends.update(dict.fromkeys(range(first, self.next_replay), self.queue.queued))
 
     def synchronize(self) -> None:
         """Do everything that was queued, and wait for it; does nothing after a rank has failed."""

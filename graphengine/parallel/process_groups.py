@@ -66,7 +66,7 @@ class ProcessGroups:
                 self.tensor = join(f"{place.pipe.rank}", place.shard, watch=watch)
             if place.pipe.ranks > 1:
                 pipe = join(f"stages-{place.shard.rank}", place.pipe, stages=True)
-                self.stages = StageLink(pipe, config.mailbox_entries)
+                self.stages = StageLink(pipe, config.sends_in_flight)
         except BaseException:
             self.abandon()
             self.close()

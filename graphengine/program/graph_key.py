@@ -36,19 +36,25 @@ class GraphKey(NamedTuple):
     drafts   drafts that a decode graph verifies in each row
     variant  sampler of a decode graph; for a prefill its `PrefillKind`, or "note" for tokens whose
              KV already exists
+    steps    decode steps that one launch of the graph runs in a row
     """
 
     kind: GraphKind
     size: int
     drafts: int = 0
     variant: Literal["fast", "full", "prompt", "note"] = "fast"
+    steps: int = 1
 
     @property
     def name(self) -> str:
-        """Its name in reports and files: "decode/8/k3/fast", "prefill/64", "prefill/64/note"."""
+        """Its name in reports and files: "decode/8/k3/fast", "decode/8/x16/fast" (16 steps a
+        launch), "prefill/64", "prefill/64/note".
+        """
         parts = [self.kind, str(self.size)]
         if self.drafts:
             parts.append(f"k{self.drafts}")
+        if self.steps > 1:
+            parts.append(f"x{self.steps}")
         if self.kind == "decode" or self.variant != "fast":
             parts.append(self.variant)
         return "/".join(parts)
@@ -59,9 +65,9 @@ class GraphKey(NamedTuple):
         return f"replays/{self.name}"
 
 
-def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast") -> GraphKey:
-    """The decode graph of `rows` rows that verifies `drafts` drafts of each."""
-    return GraphKey("decode", rows, drafts, sampler)
+def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast", steps: int = 1) -> GraphKey:
+    """The decode graph of `rows` rows that verifies `drafts` drafts of each in a step."""
+    return GraphKey("decode", rows, drafts, sampler, steps)
 
 
 def prefill_key(tokens: int, kind: PrefillKind = "fast") -> GraphKey:

@@ -39,7 +39,7 @@ class Placement:
                    need not be
     begun          whether a chunk of its prompt has been launched
     indexed        blocks of the prompt that are in the index of prefixes, or must not be
-    least          fewest tokens sampled once all launches have run: one for each launch
+    least          fewest tokens sampled once all launches have run: one for each step
     in_doubt       drafts in flight; up to as many more tokens may have been sampled
     """
 
@@ -61,6 +61,16 @@ class Placement:
     def most(self) -> int:
         """Most tokens sampled once all launches have run; may exceed the number asked for."""
         return self.least + self.in_doubt
+
+    @property
+    def kv_len(self) -> int:
+        """Most tokens whose KV is written once all launches have run. It may exceed the request's
+        length, which the scheduler's `_reach` takes into account.
+        """
+        if not self.least:
+            return self.prefilled
+        # The last sampled token has no KV.
+        return self.prefilled + self.least + self.in_doubt - 1
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -137,6 +147,11 @@ class Job:
         """The placement of a request that holds a slot."""
         assert self.placement is not None, f"a request of {self.prompt_len=} holds no slot"
         return self.placement
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether the request may get another token, as far as the host can tell."""
+        return self.placed.least < self.max_new_tokens
 
     @property
     def min_len(self) -> int:

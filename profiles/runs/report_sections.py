@@ -67,7 +67,7 @@ class Fact(NamedTuple):
 
 ENGINE_FACTS = {
     "max_batch": "requests that decode at the same time, at most",
-    "lookahead": "steps that the host launches before it has read the one before; 0 or 1",
+    "lookahead": "launches that the host makes before it has read the one before; 0 to 2",
     "speculative": "who drafts tokens, and how many in a step",
     "numerics_id": "names the arithmetic: runs with the same one give the same tokens, bit by bit",
 }

@@ -22,6 +22,7 @@ from graphengine.options.devices import DTYPES
 from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams
+from graphengine.speculative import UserProvided
 from graphengine.text.tokenizer import TextStream, Tokenizer
 
 # As in vllm/sampling_params.py; stop_token_ids of None are kept as ().
@@ -308,6 +309,7 @@ def test_engine_defaults() -> None:
         "session_states": 4,
         "window_rings": True,
         "lookahead": None,
+        "steps_per_launch": 1,
         "memory_fraction": 0.9,
         "releasable": False,
         "max_waiting": None,
@@ -365,8 +367,20 @@ def test_engine_defaults() -> None:
         ({"prefill_buckets": ()}, "prefill_buckets must name at least one size"),
         ({"buckets": []}, "buckets must name at least one size"),
         ({"prefill_buckets": (16, 0)}, "prefill_buckets=(16, 0) must be positive integers"),
-        ({"lookahead": 2}, "lookahead=2 must be 0 or 1"),
-        ({"lookahead": -1}, "lookahead=-1 must be 0 or 1"),
+        ({"lookahead": 3}, "lookahead=3 must be in [0, 2]"),
+        ({"lookahead": -1}, "lookahead=-1 must be in [0, 2]"),
+        ({"steps_per_launch": 0}, "steps_per_launch=0 must be in [1, 64]"),
+        ({"steps_per_launch": 65}, "steps_per_launch=65 must be in [1, 64]"),
+        (
+            {"steps_per_launch": 16, "speculative": UserProvided(k=3)},
+            "speculative=UserProvided(k=3) has the host read each step before the next one is "
+            "launched: it is for steps_per_launch=1, not 16",
+        ),
+        (
+            {"steps_per_launch": 16, "data_parallel": 2},
+            "steps_per_launch=16 is for ranks that have the same requests, not for "
+            "data_parallel=2: a prompt of one rank would delay all others",
+        ),
         ({"memory_fraction": 0.0}, "memory_fraction=0.0 must be in (0, 1]"),
         ({"memory_fraction": 1.1}, "memory_fraction=1.1 must be in (0, 1]"),
         ({"memory_fraction": math.nan}, "memory_fraction=nan must be in (0, 1]"),

@@ -83,14 +83,15 @@ def trace_footprint(steps: Mapping[GraphKey, Callable[[], object]]) -> Footprint
     """What the steps take, run over tensors without memory; inside `assumed`, like them.
 
     Of the decode steps of a kind, the largest takes the most of everything. Prefill steps all run:
-    how attention divides a chunk's keys among programs depends on its length.
+    how attention divides a chunk's keys among programs depends on its length. A graph of several
+    steps has as many times the nodes of the graph of one, and reuses the memory of each step.
     """
     largest: dict[tuple[object, ...], GraphKey] = {}
     counts: dict[tuple[object, ...], int] = {}
     for key in steps:
         kind = (key.kind, key.variant, key.drafts, key.size if key.kind == "prefill" else 0)
-        counts[kind] = counts.get(kind, 0) + 1
-        if kind not in largest or key.size > largest[kind].size:
+        counts[kind] = counts.get(kind, 0) + key.steps
+        if kind not in largest or _size(key) > _size(largest[kind]):
             largest[kind] = key
     watch = _Watch()
     with repeats_told(watch):
@@ -101,6 +102,10 @@ def trace_footprint(steps: Mapping[GraphKey, Callable[[], object]]) -> Footprint
         counters=max(each.counters for each in found.values()),
         products=any(each.products for each in found.values()),
     )
+
+
+def _size(key: GraphKey) -> tuple[int, int]:
+    return key.size, -key.steps
 
 
 class _Call(NamedTuple):

@@ -104,7 +104,7 @@ def _stage_bytes(shape: EngineShape, lanes: int) -> int:
     """
     if shape.config.pipeline_parallel == 1:
         return 0
-    streams = 1 + shape.config.mailbox_entries
+    streams = 1 + shape.config.sends_in_flight
     return streams * 4 * max(lanes, shape.chunk) * shape.model.hidden_size
 
 

@@ -15,12 +15,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from graphengine.core.engine_core import Collected, EngineCore, new_scheduler
+from graphengine.core.engine_core import Collected, EngineCore
 from graphengine.core.waits import Waits
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.host.scheduler import Scheduler
 from graphengine.host.step_plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.observe.tracing import ranged
+from graphengine.opening.scheduling import new_scheduler
 from graphengine.parallel.data_parallel.runtime import DataParallelRuntime, RemoteRank
 from graphengine.program.fields import NO_CHUNK, chunk_adapter, chunk_updates
 from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
@@ -57,7 +58,7 @@ class DataParallelCore(EngineCore):
     def _scheduling(self) -> RankSchedulers:
         runtime, counters = self.runtime, self.counters
         others = [
-            new_scheduler(self.memory, self.config, self.needs, runtime, counters)
+            new_scheduler(self.memory, self.config, self.needs, runtime.prefill_cut, counters)
             for _ in runtime.others
         ]
         self._rank_states = [RankState(self._own, runtime)]
@@ -106,6 +107,7 @@ class DataParallelCore(EngineCore):
             replays += self._launch_on_all(key, plans)
         self._fetch_drafts(plans)
         self.in_flight.append(tuple(replays))
+        self.launches += 1
 
     def _keys(self, plans: Plans) -> list[GraphKey]:
         """The graphs of a step: one per kind and size of chunk, then decode."""

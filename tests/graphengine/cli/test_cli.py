@@ -661,7 +661,7 @@ def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
         (("--max-seq-len", "2049"), "max_seq_len=2049 .*2048"),
         (("--max-batch", "0"), "max_batch=0"),
         (("--block-size", "12"), "block_size=12"),
-        (("--lookahead", "2"), "lookahead=2"),
+        (("--lookahead", "3"), "lookahead=3"),
         (("--dtype", "int3"), "dtype=int3"),
         (("--checkpoint", "~no-such-user/x"), "path '~no-such-user/x': .*home directory"),
         (("--memory-fraction", "1e-9"), "(?s)available.*KV cache.*total"),

@@ -585,7 +585,8 @@ class SharingMachine(RuleBasedStateMachine):
     """Requests and sessions come, go, branch and are paused, in any order, on any small sizes."""
 
     @initialize(
-        lookahead=st.integers(0, 1),
+        lookahead=st.integers(0, 2),
+        steps_per_launch=st.sampled_from([1, 2, 7]),
         tokens_after=st.integers(0, 5),
         slots=st.integers(1, 4),
         kv_blocks=st.integers(4, 16),
@@ -675,14 +676,20 @@ def test_any_order_of_calls_shares_only_right_blocks() -> None:
     run_state_machine_as_test(SharingMachine, settings=machine)
 
 
-@pytest.mark.parametrize(("tokens_after", "lookahead"), [(0, 1), (1, 0), (3, 1)])
-def test_in_a_small_pool_all_of_it_happens(tokens_after: int, lookahead: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens_after", "lookahead", "steps"), [(0, 1, 1), (1, 0, 1), (3, 1, 1), (0, 1, 4), (1, 2, 7)]
+)
+def test_in_a_small_pool_all_of_it_happens(tokens_after: int, lookahead: int, steps: int) -> None:
     """Hits, pauses and evictions of both kinds, counted; and every token is right."""
     totals = Counter[str]()
     for seed in range(6):
         dice = random.Random(seed)
         world = Sharing(
-            tokens_after=tokens_after, lookahead=lookahead, kv_blocks=11, swap_blocks=30
+            tokens_after=tokens_after,
+            lookahead=lookahead,
+            steps_per_launch=steps,
+            kv_blocks=11,
+            swap_blocks=30,
         )
         heads = [[dice.randrange(1, ALPHABET) for _ in range(14)] for _ in range(2)]
         for _ in range(60):
@@ -707,6 +714,8 @@ def test_in_a_small_pool_all_of_it_happens(tokens_after: int, lookahead: int) ->
                 world.step()
         world.finish()
         totals.update(world.scheduler.counters)
+        totals.update({f"steps/{steps}": count for steps, count in world.launched.items()})
+    assert totals[f"steps/{steps}"] > 20 and totals["steps/1"] > 20, totals
     for name in ("pauses", "resumes", "prefix/hits", "prefix/evicted_blocks", "sessions/evicted"):
         assert totals[name] > 5, f"{name}: {totals[name]}"
     assert totals["sessions/reused_tokens"] > 100

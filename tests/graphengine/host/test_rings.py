@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
-from engines.simulated_blocks import ALPHABET, DECODED, Sharing, entries
+from engines.simulated_blocks import ALPHABET, DECODED, Sharing, Step, entries
 from graphengine import Request, SamplingParams
 from graphengine.host.rings import WindowRing, WindowRings, ring_blocks
 from graphengine.host.scheduler import Scheduler
@@ -87,7 +87,7 @@ class Ringed(Sharing):
             for ring in self.rings
         }
 
-    def execute(self, plan: Plan) -> list[tuple[Request, int, int | None]]:
+    def execute(self, plan: Plan) -> deque[Step]:
         if plan.slots_changed:
             table_blocks = self.memory.max_seq_len // SIZE
             self.fields |= ring_updates(self.scheduler.slots, self.rings, table_blocks)
@@ -216,6 +216,8 @@ def test_rejected_drafts_count_as_written(max_len: int, written: int) -> None:
         ((3, 6), {"lookahead": 0, "slots": 2, "kv_blocks": 10}),
         ((5,), {"kv_blocks": 30, "slots": 2, "tokens_after": 1}),
         ((1, 7), {"max_chunk": 4}),
+        ((5,), {"steps_per_launch": 3}),
+        ((3, 6), {"steps_per_launch": 4, "lookahead": 2, "kv_blocks": 10}),
     ],
     ids=str,
 )

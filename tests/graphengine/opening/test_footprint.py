@@ -143,6 +143,19 @@ def test_what_is_not_there_at_the_same_time_shares_memory() -> None:
     assert trace_footprint({other: lambda: None}) == Footprint(0, 0, 0, products=False)
 
 
+def test_a_graph_of_several_steps_has_the_nodes_of_each_and_the_memory_of_one() -> None:
+    one, several = GraphKey("decode", 8), GraphKey("decode", 8, steps=5)
+
+    def once() -> None:
+        [*step(8)]
+
+    def refused() -> None:
+        raise AssertionError("the steps of a launch are alike: one is traced")
+
+    found = trace_footprint({several: refused, one: once})
+    assert found == trace_footprint({one: once})._replace(nodes=6 * 2 * 3)
+
+
 def sizes(plan: MemoryPlan) -> tuple[int, int]:
     found = {line.name: line.bytes for line in plan.budget.lines}
     return found["workspace (estimate)"], found["graphs (estimate)"]

@@ -60,3 +60,18 @@ def test_a_mailbox_has_an_item_for_each_token_and_one_for_the_state() -> None:
     )
     rings = mailboxes(asking, tokens_per_step=1, prefill_tokens=32)
     assert rings == Rings(RingShape(6, 3, 2), RingShape(6, 3, 6), RingShape(6, 32, 6))
+
+
+def test_launches_of_several_steps_have_graphs_and_records_of_their_own() -> None:
+    config = EngineConfig(device="cpu", max_batch=4, lookahead=1, steps_per_launch=7)
+    assert of_kind("decode", names(config))[:4] == [
+        "decode/4/x7/full", "decode/4/full", "decode/4/x7/fast", "decode/4/fast",
+    ]  # fmt: skip
+    assert len(names(config)) == 5 + 2 * 2 * 3
+    # Two launches in flight and one to spare, each with a record for each step.
+    rings = mailboxes(config, tokens_per_step=1, prefill_tokens=32)
+    assert (rings.tokens.entries, rings.logprobs.entries) == (3 * 7, 3 * 7)
+    # A launch of one step may have a prompt's chunk before it.
+    plain = EngineConfig(device="cpu", max_batch=4, lookahead=1)
+    assert plain.mailbox_entries == 3 * 2
+    assert (config.staging_blocks, config.sends_in_flight) == (3, plain.sends_in_flight)

@@ -51,6 +51,18 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adapters of one row": ("llama-1b", {"max_adapters": 2, "max_batch": 1, "buckets": (1,)}),
     "adapters and drafts": ("tiny", {"max_adapters": 2, "speculative": NGram(k=3)}),
     "pictures": ("Qwen2VLForConditionalGeneration", {"prompt_embeds": True}),
+    "several steps": (DEMO, {"steps_per_launch": 3}),
+    "several steps of one row": (DEMO, {"steps_per_launch": 2, "max_batch": 1, "buckets": (1,)}),
+    "several steps with drafts": (DEMO, {"steps_per_launch": 2, "speculative": MTP(k=3)}),
+    "several steps of n-grams": (DEMO, {"steps_per_launch": 2, "speculative": NGram(k=3)}),
+    "several steps of trees": (
+        DEMO,
+        {"steps_per_launch": 2, "speculative": MTP(tree=[[0], [1], [0, 0]])},
+    ),
+    "several steps of a hybrid": ("tiny-delta", {"steps_per_launch": 2}),
+    "several steps of experts": ("tiny-moe", {"steps_per_launch": 2}),
+    "several steps with adapters": ("tiny", {"steps_per_launch": 2, "max_adapters": 2}),
+    "several steps with log-probabilities": (DEMO, {"steps_per_launch": 2, "max_logprobs": 5}),
 }
 
 

@@ -57,17 +57,22 @@ def reply(prompt: Sequence[int], new: int) -> list[int]:
     return said
 
 
+Step = list[tuple[Request, int, int | None]]
+"""What a step published: requests, their epochs and tokens."""
+
+
 class Sharing:
     """`Engine.step` without the engine, for requests and sessions; every invariant is checked.
 
     It is also the stand-in for the sessions' engine. Launches are executed at once, which is
-    equivalent to stream order, and read `lookahead` steps later.
+    equivalent to stream order, and read `lookahead` launches later, a step at a time.
     """
 
     def __init__(
         self,
         *,
         lookahead: int = 1,
+        steps_per_launch: int = 1,
         tokens_after: int = 0,
         slots: int = 3,
         kv_blocks: int = 12,
@@ -93,6 +98,8 @@ class Sharing:
             kept_blocks=kept_blocks,
             tokens_after=tokens_after,
             rings=rings,
+            lookahead=lookahead,
+            steps_per_launch=steps_per_launch,
         )
         self.kept_blocks, self.max_chunk = kept_blocks, max_chunk
         self.has_cut = cut is not None
@@ -103,7 +110,9 @@ class Sharing:
         self.requests: list[Request] = []
         self.sessions: list[Session] = []
         self.cancelled: list[Request] = []
-        self.in_flight: deque[list[tuple[Request, int, int | None]]] = deque()
+        # The steps of each launch that are still to be read.
+        self.in_flight: deque[deque[Step]] = deque()
+        self.launched: Counter[int] = Counter()
         self.fields: dict[str, Any] = {}
         self.caches = [[[None] * block_size for _ in range(kv_blocks + 1)] for _ in range(2)]
         self.areas = [[[None] * block_size for _ in range(swap_blocks)] for _ in range(2)]
@@ -199,8 +208,10 @@ class Sharing:
             self.in_flight.append(self.execute(plan))
             self.check_index()
         if collect and self.in_flight:
-            for request, epoch, token in self.in_flight.popleft():
+            for request, epoch, token in self.in_flight[0].popleft():
                 self.read(request, epoch, token)
+            if not self.in_flight[0]:
+                self.in_flight.popleft()
         self.check()
 
     def run(self, *, limit: int = 3000) -> None:
@@ -222,7 +233,7 @@ class Sharing:
 
     # The device.
 
-    def execute(self, plan: Plan) -> list[tuple[Request, int, int | None]]:
+    def execute(self, plan: Plan) -> deque[Step]:
         self.fields |= host_updates(plan, self.scheduler.slots, speculative=True)
         for cache, area in zip(self.caches, self.areas, strict=True):
             _copy(cache, area, plan.swap_out)
@@ -238,9 +249,15 @@ class Sharing:
             found.append(
                 (request, request.job.placed.epoch, self.feed(plan.prefill.noted, request))
             )
-        for request, epoch in zip(plan.rows, plan.epochs, strict=True):
-            found.append((request, epoch, self.decode(request)))
-        return found
+        steps = deque([found])
+        assert plan.steps == 1 or plan.prefill is None, "a chunk waits for several steps"
+        self.launched[plan.steps] += 1
+        for number in range(plan.steps):
+            if number:
+                steps.append([])
+            for request, epoch in zip(plan.rows, plan.epochs, strict=True):
+                steps[-1].append((request, epoch, self.decode(request)))
+        return steps
 
     def feed(self, noted: bool, request: Request) -> int | None:
         slot, start, count, final = (
