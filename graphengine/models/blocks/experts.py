@@ -331,9 +331,24 @@ class ExpertsWeights:
         names = {f"{self.prefix}{self.block.names.router}.weight": Weight(self.gate)}
         for linear in self._expert_linears():
             names |= linear.views()
+        if self.block.bias:
+            names |= self._expert_biases()
         if self.correction is not None:
             names[f"{self.prefix}{self.block.names.correction}"] = Weight(self.correction)
         return names | self._beside()
+
+    def _expert_biases(self) -> dict[str, Weight]:
+        """Biases of the router, and of each expert's linears."""
+        gate, first, last = self.gate_bias, self.gate_up_bias, self.down_bias
+        assert gate is not None and first is not None and last is not None, f"{self.block=}"
+        names = {f"{self.block.names.router}.bias": Weight(gate)}
+        axis = self.block.axis(0)
+        for index, expert in enumerate(self.block.own):
+            *firsts, down = self.block.names.of_expert(expert)
+            for name, bias in zip(firsts, first[index].chunk(len(firsts)), strict=True):
+                names[f"{name}.bias"] = Weight(bias, axis)
+            names[f"{down}.bias"] = Weight(last[index])
+        return {self.prefix + name: weight for name, weight in names.items()}
 
     def _beside(self) -> dict[str, Weight]:
         """What belongs to the shared feed-forward, latents and norms."""

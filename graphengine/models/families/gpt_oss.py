@@ -65,6 +65,8 @@ NAMES = ExpertNames(
     products=("experts.gate_up_proj", "experts.down_proj"),
     ending="",
     alternating=True,
+    # As GGUF files have them.
+    other=ExpertNames(router="router"),
 )
 
 

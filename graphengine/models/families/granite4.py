@@ -26,10 +26,19 @@ from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)
 # Routed experts and the shared ones are beside each other in a layer.
+_ROUTER, _SHARED = "block_sparse_moe.router.layer", "shared_mlp."
 EXPERT_NAMES = ExpertNames(
-    router="block_sparse_moe.router.layer",
+    router=_ROUTER,
     products=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
-    shared="shared_mlp.",
+    shared=_SHARED,
+    # As GGUF files have them.
+    other=ExpertNames(
+        router=_ROUTER,
+        products=tuple(
+            f"block_sparse_moe.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")
+        ),
+        shared=_SHARED,
+    ),
 )
 _MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")
 

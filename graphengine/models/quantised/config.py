@@ -81,6 +81,8 @@ def gguf_quantisation(checkpoint: Checkpoint) -> Quantisation | None:
             factors = checkpoint.tensors.get(f"{linear}.{FACTORS}")
             block = 0 if factors is None else columns // factors.shape[len(info.shape) - 1]
             kind = _gguf_kind(info.dtype == torch.int8, minimums, block)
+            if scales.dtype == torch.uint8:
+                kind = "mxfp4"
             format = format_of(kind, columns=columns // scales.shape[len(info.shape) - 1])
             names.setdefault((kind, format), set()).add(linear)
     rules = [

@@ -66,6 +66,24 @@ _OF_GPT = dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 )
 _OF_GPT |= dict.fromkeys(("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"))
+_GRANITE_HYBRID = {
+    **{"hidden_size": 192, "head_dim": None, "num_hidden_layers": 3},
+    "layer_types": ["mamba", "attention", "mamba"],
+    **{"intermediate_size": 32, "shared_intermediate_size": 64, "position_embedding_type": "nope"},
+    **{"mamba_n_heads": 6, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16},
+    **{"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.3},
+    "logits_scaling": 2.0,
+}
+_LATENT = {
+    **{"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+    **{"q_lora_rank": 64, "num_key_value_heads": 3, "head_dim": None, "n_routed_experts": 6},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+}
+_NEMOTRON = {
+    **{"hidden_size": 192, "num_hidden_layers": None, "mamba_num_heads": 6, "mamba_head_dim": 32},
+    **{"n_groups": 2, "ssm_state_size": 16},
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Llama-biases": {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 2},
@@ -206,6 +224,63 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "attention_bias": True,
     },
+    "GraniteMoeHybrid": {**_GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "GraniteMoeHybrid-dense": {**_GRANITE_HYBRID, "num_local_experts": 0},
+    "DeepseekV2": {**_LATENT, "topk_method": "greedy", "q_lora_rank": None, "n_group": 1},
+    "DeepseekV3": {
+        **_LATENT,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "Glm4MoeLite": {**_LATENT, "mlp_layer_types": ["dense", "sparse"], "norm_topk_prob": True},
+    "GptOss": {
+        "intermediate_size": 64,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "Qwen3Next": {
+        "num_hidden_layers": 4,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.25,
+    },
+    "NemotronH": {**_NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    "NemotronH-experts": {
+        **_NEMOTRON,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_latent_size": 64,
+        "n_shared_experts": 1,
+    },
 }
 # Transformers reads neither the size of experts nor the scale of attention, and takes its defaults.
 READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -221,6 +296,11 @@ READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 
+# Architectures of which the converter splits or renames tensors before it looks up their names:
+# `test_families` writes files of them with the package's names.
+_RENAMED = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "deepseek2")
+# Names that the package has and no converter writes.
+_NOT_IN_FILES = {("phi3", f"blk.0.attn_{letter}") for letter in "qk"}
 _PREFIXES = {"gpt2": "transformer.", "starcoder": "transformer.", "gptneox": "gpt_neox."}
 
 
@@ -284,7 +364,9 @@ def assert_as_plain(case: Case, device: str, eager: Any, **options: Any) -> None
             result = engine.generate(prompt, greedy)
             if exact:
                 oracle.assert_greedy(result)
-                oracle.assert_logits(result, seen)
+                # Squares in feed-forwards enlarge what rounding makes different.
+                squared = "NemotronH" in type(oracle.model).__name__
+                oracle.assert_logits(result, seen, **({"tolerance": 0.02} if squared else {}))
             else:
                 oracle.assert_logits(result, seen, tolerance=0.15, flips=0.25)
 
@@ -293,6 +375,7 @@ def assert_as_plain(case: Case, device: str, eager: Any, **options: Any) -> None
 _LIKE_OTHERS = {
     *("Llama-tied", "Mistral", "SmolLM3", "Ernie4_5", "HunYuanDenseV1", "Phi", "Gemma", "Olmo"),
     *("GPTBigCode", "GPTNeoX-one-by-one", "StableLm", "Cohere", "MiniMaxM2", "Lfm2"),
+    *("GraniteMoeHybrid-dense", "Glm4MoeLite", "DeepseekV2", "NemotronH"),
 }
 
 
@@ -345,18 +428,25 @@ def test_names_are_those_of_the_package() -> None:
         arch = {told: key for key, told in gguf.MODEL_ARCH_NAMES.items()}[name]
         names = gguf.get_tensor_name_map(arch, 1)
         here = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
-        layer = {key: told for key, told in {**LAYER, **family.layer}.items() if key != "attn_qkv"}
+        if name in _RENAMED:
+            continue
+        layer = {
+            key: told
+            for key, told in {**LAYER, **family.layer}.items()
+            if isinstance(told, str) and key != "attn_qkv"
+        }
         ours = {f"blk.0.{key}": f"model.layers.0.{told}" for key, told in layer.items()}
         for stored, told in (ours | {**MODULES, **family.modules}).items():
             if stored.replace(".0.", ".{bid}.") not in here:
                 continue
-            if (name, stored) in (("phi3", "blk.0.attn_q"), ("phi3", "blk.0.attn_k")):
+            if (name, stored) in _NOT_IN_FILES:
                 continue
             # Names in a checkpoint's files, where the engine's are others.
             named = told.replace("model.", _PREFIXES.get(name, "model."))
             named = named.replace("transformer.layers.", "transformer.h.").replace(".{}", "")
             found = name_in_file(names, named)
-            assert found is not None and found.removesuffix(".bias") == stored, (name, named)
+            ends = {f"{stored}{end}" for end in ("", ".weight", ".bias")}
+            assert found in ends, (name, named)
 
 
 def linears_of(file: Path) -> dict[str, StoredLinear]:
@@ -381,6 +471,7 @@ def linears_of(file: Path) -> dict[str, StoredLinear]:
         ("Q4_K", "uint4-1x32-minimums-of256", torch.int8),
         ("Q5_K", "int8-1x32-minimums-of256", torch.int8),
         ("Q6_K", "int8-1x16-of256", torch.int8),
+        ("MXFP4", "e2m1-1x32", torch.uint8),
     ],
 )
 def test_codes_are_kept_exactly(
@@ -406,7 +497,7 @@ def test_codes_are_kept_exactly(
             assert scheme is not None
             weight = read_weight(scheme, tensors, name, (rows, linear.shape[1])).weight
             assert torch.equal(dequantise(weight), plain[f"{name}.weight"]), name
-            signs |= {*weight.scales.sign().unique().tolist()}
+            signs |= {*weight.scales.float().sign().unique().tolist()}
     assert signs >= {"Q8_0": {0.0, 1.0}, "Q4_0": {-1.0, 0.0, 1.0}}.get(kind, {1.0})
 
 
@@ -531,7 +622,7 @@ def test_llama3_rope_is_found_from_its_factors(
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])
 def test_other_formats_may_be_rounded(write: Callable[..., Case], quantize: Any) -> None:
-    case, replies = write("Llama", "MXFP4"), []
+    case, replies = write("Llama", "IQ2_XXS", WIDE), []
     for path in (case.file, case.oracle.path):
         with engine_of(path, "cpu", quantize=quantize) as engine:
             greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

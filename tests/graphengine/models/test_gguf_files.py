@@ -31,6 +31,10 @@ SIZES: dict[str, Any] = {
     "attention.head_count_kv": 1,
     "attention.layer_norm_rms_epsilon": 1e-5,
 }
+LATENT = {
+    **{"attention.key_length": 12, "attention.value_length": 8, "rope.dimension_count": 4},
+    **{"attention.key_length_mla": 8, "attention.value_length_mla": 4},
+}
 SHAPES = {
     "token_embd.weight": (7, 64),
     "output_norm.weight": (64,),
@@ -242,6 +246,26 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
                 "shapes": {"blk.0.attn_qkv.weight": (100, 64)},
             },
             r"blk.0.attn_qkv.weight with 100 rows, which are not 3 times as many",
+        ),
+        (
+            {"arch": "lfm2", "metadata": {"attention.head_count_kv": [1, 0], "block_count": 3}},
+            r"has attention.head_count_kv=\[1, 0\]: must be a number for each of 3 layers",
+        ),
+        (
+            {"arch": "qwen3next", "metadata": {"ssm.time_step_rank": 3, "ssm.inner_size": 64}},
+            r"has ssm.inner_size=64: must be a multiple of 3",
+        ),
+        (
+            {"arch": "nemotron_h", "metadata": {"ssm.inner_size": 64}},
+            r"has ssm.time_step_rank=None: must be an integer of 1 or more",
+        ),
+        (
+            {
+                "arch": "deepseek2",
+                "metadata": {"attention.kv_lora_rank": 8, **LATENT},
+                "shapes": {"blk.0.attn_k_b.weight": (2, 8, 4), "blk.0.attn_v_b.weight": (1, 4, 8)},
+            },
+            r"attn_k_b.weight and .*attn_v_b.weight of 2 and 1 heads and of latents of 8 and 8 val",
         ),
         ({"arch": "gpt2"}, r"lacks the metadata keys gpt2.attention.layer_norm_epsilon"),
         (

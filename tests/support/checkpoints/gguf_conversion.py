@@ -7,41 +7,60 @@ the converter, so that neither is the engine's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gguf
 import torch
 from torch import Tensor
 
-PAIRED = ("llama", "granite", "smollm3", "olmo")
-_PLUS_ONE = ("gemma", "gemma2", "gemma3")
+_PAIRED = ("llama", "granite", "smollm3", "olmo", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen3next")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 # What the converter calls some tensors before it looks them up.
 _RENAMED = (
     ("e_score_correction_bias", "e_score_correction.bias"),
     (".expert_bias", ".expert_bias.bias"),
+    ("mixer.dt_bias", "mixer.dt.bias"),
+    (".dt_bias", ".dt_proj.bias"),
+    (".sinks", ".sinks.weight"),
 )
 _OLDER_NAMES = re.compile(r"model\.(layers\.\d+)\.\w+\.(experts\.w[123].*)")
-Back = Callable[[Tensor], dict[str, Tensor]]
+_GATES_UPS = ("gate_proj", "up_proj")
+Function = Callable[[Tensor], Tensor]
 
 
 class Converted(NamedTuple):
     """A tensor of the file.
 
-    values  as the converter writes them, float32
-    back    the checkpoint's tensors, by their names there, of values in that layout
+    views  of the checkpoint's tensors, whose values the file has one after the other
+    shape  in the file
+    write  makes the converter's values of those of the checkpoint, one by one
+    read   undoes that
     """
 
     name: str
-    values: Tensor
-    back: Back
+    views: Sequence[Tensor]
+    shape: Sequence[int]
+    write: Function = torch.clone
+    read: Function = torch.clone
+
+    @property
+    def values(self) -> Tensor:
+        """The values in the file, float32."""
+        return torch.cat([self.write(view).flatten() for view in self.views]).reshape(*self.shape)
+
+    def put(self, values: Tensor) -> None:
+        """Set the checkpoint's tensors to values of the file."""
+        parts = values.flatten().split([view.numel() for view in self.views])
+        for view, part in zip(self.views, parts, strict=True):
+            view.copy_(self.read(part).reshape(view.shape))
 
 
 def name_in_file(names: gguf.TensorNameMap, name: str) -> str | None:
     """A tensor's name in the file; None: the package has none for it."""
     for old, new in _RENAMED:
-        name = name.replace(old, new) if name.endswith(old) else name
+        name = name.removesuffix(old) + new if name.endswith(old) else name
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if found is None and (older := _OLDER_NAMES.fullmatch(name)):
         # So it calls experts that it has stacked.
@@ -52,68 +71,111 @@ def name_in_file(names: gguf.TensorNameMap, name: str) -> str | None:
 def converted(
     arch: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[Converted]:
-    """The tensors of the file of a checkpoint with these tensors."""
+    """The tensors of the file of a checkpoint with these tensors, float32."""
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    names = gguf.get_tensor_name_map(number, config.get("num_hidden_layers") or config["n_layer"])
+    names = gguf.get_tensor_name_map(number, layers_of(config))
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = tensor
             continue
-        if name.startswith("mtp.") or (name == "lm_head.weight" and config["tie_word_embeddings"]):
-            continue
-        stored = name_in_file(names, name)
-        assert stored is not None, name
-        values, back = _converted(arch, config, name, stored, tensor.float())
-        yield Converted(stored, values, back)
+        for named, views in _split(arch, config, name, tensor).items():
+            stored = name_in_file(names, named)
+            assert stored is not None, named
+            yield _laid_out(arch, config, stored, views)
     for name, experts in stacks.items():
-        stored = name_in_file(names, name)
+        # Nemotron's have another name by then.
+        stored = name_in_file(names, re.sub(r"backbone(.*)mixer", r"model\1mlp", name))
         assert stored is not None, name
-        stack = torch.stack([experts[index] for index in sorted(experts)]).float()
-        yield Converted(stored, stack, _unstacked(name))
+        views = [experts[index] for index in sorted(experts)]
+        yield Converted(stored, views, (len(views), *views[0].shape))
 
 
-def _unstacked(name: str) -> Back:
+def layers_of(config: Mapping[str, Any]) -> int:
+    """The number of layers, whatever it is called."""
+    counts = (config.get(name) for name in ("num_hidden_layers", "n_layer"))
+    return next((count for count in counts if count), 0) or len(config["layers_block_type"])
+
+
+def _split(
+    arch: str, config: Mapping[str, Any], name: str, tensor: Tensor
+) -> dict[str, Sequence[Tensor]]:
+    """What the converter makes of one tensor: views of it, by names like those of others."""
+    if arch == "gpt-oss" and "_proj" in name and "experts" in name:
+        end = ".bias" if name.endswith("_bias") else ".weight"
+        whole = tensor if end == ".bias" else tensor.transpose(1, 2)
+        stem = name.removesuffix("_bias")
+        if "gate_up" not in name:
+            return {stem + end: [whole]}
+        stem = stem.removesuffix("gate_up_proj")
+        return {f"{stem}{each}{end}": [whole[:, i::2]] for i, each in enumerate(_GATES_UPS)}
+    if ("_linear" in name and "mlp" in name) or "input_linear" in name:
+        return _granite_feed_forward(config, name, tensor)
+    if name.endswith("kv_b_proj.weight"):
+        heads, value = config["num_attention_heads"], config["v_head_dim"]
+        of_heads = tensor.view(heads, -1, tensor.shape[1])
+        keys, values = of_heads.split([of_heads.shape[1] - value, value], dim=1)
+        parts = {"k_b_proj": [keys.transpose(1, 2)], "v_b_proj": [values]}
+        return {name.replace("kv_b_proj", part): views for part, views in parts.items()}
+    if "in_proj_qkvz" in name:
+        of_heads = tensor.view(config["linear_num_key_heads"], -1, tensor.shape[1])
+        key = config["linear_key_head_dim"]
+        value = (of_heads.shape[1] - 2 * key) // 2
+        *qkv, z = of_heads.split([key, key, value, value], dim=1)
+        return {name.replace("qkvz", "qkv"): qkv, name.replace("qkvz", "z"): [z]}
+    if arch == "gptneox" and "query_key_value" in name:
+        of_heads = tensor.view(config["num_attention_heads"], 3, -1, *tensor.shape[1:])
+        return {name: [*of_heads.unbind(1)]}
+    return {name: [tensor]}
+
+
+def _granite_feed_forward(
+    config: Mapping[str, Any], name: str, tensor: Tensor
+) -> dict[str, Sequence[Tensor]]:
+    """Gates and ups of experts, or of the feed-forward of every token, by themselves."""
     module, _, last = name.removesuffix(".weight").rpartition(".")
-    return lambda stack: {
-        f"{module}.{index}.{last}.weight": each.clone() for index, each in enumerate(stack)
-    }
+    beside = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
+    module = module.replace("shared_mlp", beside).replace("block_sparse_moe", "mlp.experts")
+    if last == "output_linear":
+        return {f"{module}.down_proj.weight": [tensor]}
+    parts = tensor.chunk(2, dim=-2)
+    return {f"{module}.{each}.weight": [part] for each, part in zip(_GATES_UPS, parts, strict=True)}
 
 
-def _converted(
-    arch: str, config: Mapping[str, Any], name: str, stored: str, tensor: Tensor
-) -> tuple[Tensor, Back]:
-    """The values of one tensor as the converter writes them, and the way back."""
-    if "shortconv.conv" in stored:
+def _laid_out(
+    arch: str, config: Mapping[str, Any], stored: str, views: Sequence[Tensor]
+) -> Converted:
+    """The values and the order of a tensor in the file."""
+    whole = views[0]
+    rows = sum(view.numel() for view in views) // (whole.shape[-1] if whole.ndim > 1 else 1)
+    shape: Sequence[int] = whole.shape if len(views) == 1 else (rows, *whole.shape[2:])
+    if len(views) == 1 and whole.ndim == 3 and "attn_gate" in stored:
+        shape = (rows, whole.shape[-1])
+    if len(views) > 1 and stored.endswith(".bias"):
+        shape = (sum(view.numel() for view in views),)
+    found = Converted(stored, views, shape)
+    recurrent = arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+    if "shortconv.conv" in stored or "ssm_conv1d.weight" in stored:
         # The converter squeezes the taps of convolutions.
-        return tensor.squeeze(1), lambda read: {name: read.reshape(tensor.shape)}
+        return found._replace(shape=(whole.shape[0], whole.shape[2]))
+    if stored.endswith("ssm_a"):
+        found = found._replace(write=lambda a: -a.exp(), read=lambda a: (-a).log())
+    if stored.endswith(("ssm_a", "ssm_d")):
+        return found._replace(shape=(len(whole), 1) if recurrent else whole.shape)
+    if "ssm_norm" in stored:
+        groups = config.get("mamba_n_groups") or config.get("n_groups")
+        return found._replace(shape=(groups, -1) if groups else whole.shape)
     if arch == "qwen2moe" and "ffn_gate_inp_shexp" in stored:
         # As older converters wrote it, and transformers reads it.
-        return tensor.squeeze(0), lambda read: {name: read.reshape(tensor.shape)}
+        return found._replace(shape=(whole.shape[1],))
     if arch in _PLUS_ONE and stored.endswith("norm.weight"):
-        return tensor + 1, lambda read: {name: read - 1}
-    if arch == "gpt2" and re.search(r"attn_qkv|attn_output|ffn_", stored) and tensor.ndim > 1:
-        return tensor.t(), lambda read: {name: read.t().contiguous()}
-    if arch == "gptneox" and "attn_qkv" in stored:
-        heads, shape = config["num_attention_heads"], tensor.shape
-        parts = tensor.reshape(heads, 3, -1, *shape[1:]).swapaxes(0, 1)
-        return parts.reshape(shape), lambda read: {
-            name: read.reshape(3, heads, -1, *shape[1:]).swapaxes(0, 1).reshape(shape).contiguous()
-        }
-    if arch in PAIRED and (found := re.search(r"attn_([qk])\.", stored)):
-        key = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
+        return found._replace(write=lambda norm: norm + 1, read=lambda norm: norm - 1)
+    if arch == "gpt2" and re.search(r"attn_qkv|attn_output|ffn_", stored) and whole.ndim > 1:
+        return found._replace(views=[whole.t()], shape=whole.t().shape)
+    if arch in _PAIRED and (letter := re.search(r"attn_([qk])\.", stored)):
+        key = "num_attention_heads" if letter[1] == "q" else "num_key_value_heads"
         heads = config.get(key) or config["num_attention_heads"]
-        return permuted(tensor, heads), lambda read: {name: _unpermuted(read, heads)}
-    return tensor, lambda read: {name: read.reshape(tensor.shape)}
-
-
-def permuted(tensor: Tensor, heads: int) -> Tensor:
-    """`permute` of llama.cpp's converter."""
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-    return halves.swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
-    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(tensor.shape).contiguous()
+        halves = whole.view(heads, 2, -1, *whole.shape[1:])
+        return found._replace(views=[halves.swapaxes(1, 2)])
+    return found

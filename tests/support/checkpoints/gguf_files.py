@@ -50,9 +50,15 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "Glm4MoeForCausalLM": "glm4moe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
+    "GptOssForCausalLM": "gpt-oss",
+    "Qwen3NextForCausalLM": "qwen3next",
 }
 # Matrices that the converter leaves in 32 bits.
-_KEPT = r"ffn_gate_inp|shortconv\.conv\.|position_embd"
+_KEPT = r"ffn_gate_inp|shortconv\.conv\.|position_embd|norm|ssm_(conv1d|a|d)\b|\.bias$"
 # Where the scales of formats lie that the package does not write, in bytes of a block.
 _SCALES = {
     "Q2_K": (80, 82),
@@ -67,6 +73,16 @@ _SCALES = {
 }
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4", *_SCALES)
 """Formats that `written` writes; those from TQ1_0 on mostly take rows of 256."""
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The file's architecture."""
+    name = config["architectures"][0]
+    if name == "NemotronHForCausalLM":
+        kinds = config.get("layers_block_type") or config["layer_types"]
+        return "nemotron_h_moe" if "moe" in kinds else "nemotron_h"
+    return ARCHITECTURES[name]
+
 
 Kinds = Callable[[str], str]
 
@@ -100,7 +116,7 @@ def written(
     """
     folder.mkdir(exist_ok=True)
     config = json.loads((source / "config.json").read_text())
-    arch = ARCHITECTURES[config["architectures"][0]]
+    arch = architecture_of(config)
     file = folder / "model.gguf"
     writer = gguf.GGUFWriter(
         file,
@@ -114,14 +130,12 @@ def written(
             writer.add_key_value(f"{arch}.{key}", value, _type(value))
     if tokenizer is not None:
         tokenizer(writer)
-    tensors: dict[str, Tensor] = {}
-    for part in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(part)
+    tensors = _tensors(source, config)
     if zeroed:
         for tensor in tensors.values():
             tensor[..., :32] *= tensor.ndim < 2
     kinds = kind if callable(kind) else lambda _: kind
-    plain = _add_tensors(writer, arch, config, tensors, kinds)
+    _add_tensors(writer, arch, config, tensors, kinds)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, dtype=np.float32))
     rope = config.get("rope_parameters") or {}
@@ -133,7 +147,7 @@ def written(
     writer.write_tensors_to_file()
     writer.close()
     (folder / "plain").mkdir()
-    save_file(plain, folder / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "plain" / "model.safetensors", {"format": "pt"})
     text = json.dumps({**config, "dtype": "float32"})
     (folder / "plain" / "config.json").write_text(text)
     if tensors_a_file:
@@ -214,22 +228,35 @@ def _type(value: Any) -> gguf.GGUFValueType:
     return gguf.GGUFValueType.get_type(value)
 
 
+def _tensors(source: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that a file has, too, in float32."""
+    tensors: dict[str, Tensor] = {}
+    for part in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(part)
+    left_out = {"lm_head.weight"} if config.get("tie_word_embeddings", True) else set()
+    return {
+        name: tensor.float().clone()
+        for name, tensor in tensors.items()
+        if name not in left_out and not name.startswith("mtp.")
+    }
+
+
 def _add_tensors(
     writer: gguf.GGUFWriter,
     arch: str,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     kinds: Kinds,
-) -> dict[str, Tensor]:
-    """Add the tensors; returns the values that the file has, by the checkpoint's names."""
-    plain: dict[str, Tensor] = {}
-    for name, values, back in converted(arch, config, tensors):
-        kind = kinds(name) if values.ndim > 1 and not re.search(_KEPT, name) else "F32"
+) -> None:
+    """Add the tensors, and give them the values that the file has."""
+    for each in [*converted(arch, config, tensors)]:
+        values = each.values
+        is_kept = values.ndim < 2 or re.search(_KEPT, each.name)
+        kind = "F32" if is_kept else kinds(each.name)
         number = gguf.GGMLQuantizationType[kind]
-        data = encoded(values.contiguous().numpy(), kind)
-        writer.add_tensor(name, data, raw_dtype=number)
-        plain |= back(torch.from_numpy(gguf.dequantize(data, number).reshape(values.shape).copy()))
-    return plain
+        data = encoded(values.numpy(), kind)
+        writer.add_tensor(each.name, data, raw_dtype=number)
+        each.put(torch.from_numpy(gguf.dequantize(data, number).reshape(values.shape).copy()))
 
 
 def encoded(values: np.ndarray, kind: str) -> np.ndarray:

@@ -6,15 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoints.gguf_conversion import layers_of
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_ATTENDING = ("attention", "full_attention")
 _NORMS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-_ROTATED = ("phi2", "stablelm", "gptneox", "glm4moe", "minimax-m2")
+_ROTATED = ("phi2", "stablelm", "gptneox", "glm4moe", "minimax-m2", "qwen3next")
 
 
 def metadata_of(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys without the prefix of the architecture, and their values."""
     given = _sizes(config) | _rope(arch, config)
-    if first(config, *_EXPERTS) is not None:
+    if first(config, *_EXPERTS):
         given |= _experts(config)
     given |= _OF_ARCHITECTURES.get(arch, lambda _: {})(config)
     return {key: value for key, value in given.items() if value is not None}
@@ -31,7 +34,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "context_length": first(config, "max_position_embeddings", "n_positions"),
         "embedding_length": hidden,
-        "block_count": first(config, "num_hidden_layers", "n_layer"),
+        "block_count": layers_of(config),
         "feed_forward_length": first(config, "intermediate_size", "n_inner") or 4 * hidden,
         "attention.head_count": heads,
         "attention.head_count_kv": config.get("num_key_value_heads"),
@@ -156,7 +159,108 @@ def _olmo(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": config.get("clip_qkv")}
 
 
+def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"expert_feed_forward_length": config["intermediate_size"], **_window(config)}
+
+
+def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config.get("layer_types") or config["layers_block_type"]
+    heads = config["num_key_value_heads"]
+    return {
+        **_granite(config),
+        **_mamba(config, "mamba_d_conv", "mamba_d_state", "mamba_n_groups"),
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "attention.head_count_kv": [heads * (kind in _ATTENDING) for kind in kinds],
+        "expert_count": config["num_local_experts"],
+        "expert_feed_forward_length": None,
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "rope.scaling.finetuned": False,
+        "context_length": 2**20,
+    }
+
+
+def _mamba(config: Mapping[str, Any], taps: str, size: str, groups: str) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config[taps],
+        "ssm.state_size": config[size],
+        "ssm.group_count": config[groups],
+    }
+
+
+def _nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config.get("layers_block_type") or config["layer_types"]
+    width = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
+    heads = config["num_key_value_heads"]
+    given = {
+        **_mamba(config, "conv_kernel", "ssm_state_size", "n_groups"),
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "attention.head_count_kv": [heads * (kind in _ATTENDING) for kind in kinds],
+        "feed_forward_length": [width * (kind in ("moe", "mlp")) for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": None,
+        "rope.scaling.finetuned": False,
+        "rope.dimension_count": None,
+    }
+    if "moe" not in kinds:
+        return {**given, **dict.fromkeys(_experts(config))}
+    return {
+        **given,
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": config["n_group"],
+        "moe_latent_size": config.get("moe_latent_size"),
+    }
+
+
+def _qwen3next(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+    return {
+        **_qwen2moe(config),
+        **_mamba(config, "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
+        "ssm.inner_size": inner,
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "full_attention_interval": config.get("full_attention_interval", 4),
+    }
+
+
+def _deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    rope = config["rope_parameters"]
+    of_all = rope.get("mscale_all_dim")
+    dense = config.get("first_k_dense_replace")
+    if dense is None:
+        dense = (config.get("mlp_layer_types") or []).count("dense")
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.q_lora_rank": config.get("q_lora_rank"),
+        "attention.kv_lora_rank": latent,
+        "rope.dimension_count": rotated,
+        "rope.scaling.yarn_log_multiplier": None if of_all is None else 0.1 * of_all,
+        "expert_gating_func": None if config["model_type"] == "deepseek_v2" else 2,
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": dense,
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config.get("norm_topk_prob") or None,
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+    }
+
+
 _OF_ARCHITECTURES = {
+    "gpt-oss": _gpt_oss,
+    "granitehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
+    "qwen3next": _qwen3next,
+    "deepseek2": _deepseek,
     "gemma2": _gemma2,
     "gemma3": _window,
     "phi3": _window,

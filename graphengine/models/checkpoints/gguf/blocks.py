@@ -30,7 +30,8 @@ class GroupForm(NamedTuple):
     bits      of a code: 8 in int8, or 4, two in a byte. Those are 8 too large; with minimums they
               are numbers from 0 on
     columns   columns that share a scale
-    scales    dtype that holds the scales exactly
+    scales    dtype that holds the scales exactly; uint8: they are powers of two, and codes are
+              numbers of MXFP4
     minimums  whether each group has a minimum, too
     block     columns that share a factor on scales, and one on minimums; 0: there are none
     """
@@ -142,6 +143,11 @@ def _six_bits(blocks: Tensor) -> Tensor:
 _ADDED = GroupForm(4, 32, torch.float16, minimums=True)
 _SUPER = GroupForm(4, 32, torch.int8, minimums=True, block=256)
 _BY_BITS: Mapping[str, _ByBits] = {
+    "MXFP4": _ByBits(
+        GroupForm(4, 32, torch.uint8),
+        lambda blocks: _nibbles(blocks[..., 1:], 16),
+        lambda blocks: blocks[..., :1],
+    ),
     "Q4_1": _ByBits(_ADDED, lambda blocks: _nibbles(blocks[..., 4:], 16), _halves),
     "Q5_1": _ByBits(
         _ADDED._replace(bits=8),
@@ -178,11 +184,13 @@ FORMS: Mapping[str, GroupForm] = {
 """The formats whose codes are kept, and what each becomes."""
 
 
-def joined_form(forms: Sequence[GroupForm]) -> GroupForm:
-    """The form in which all of these can be stored, to the bit."""
+def joined_form(forms: Sequence[GroupForm]) -> GroupForm | None:
+    """The form in which all of these can be stored, to the bit; None: there is none."""
     first = forms[0]
     if all(form == first for form in forms):
         return first
+    if any(form.scales == torch.uint8 for form in forms):
+        return None
     minimums = any(form.minimums for form in forms)
     blocks = {form.block for form in forms}
     is_one = len({form.scales for form in forms}) == 1 and len(blocks) == 1

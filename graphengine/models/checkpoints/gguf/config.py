@@ -12,6 +12,7 @@ import numpy as np
 from graphengine.models.checkpoints.gguf.families import (
     COUNT,
     FAMILIES,
+    LOG_MULTIPLIER,
     WITH_EXPERTS,
     GgufFamily,
 )
@@ -105,11 +106,11 @@ def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> 
     config["num_hidden_layers"] -= own.get(_DRAFT_LAYERS, 0)
     if "layer_types" in config:
         config["layer_types"] = _window_types(config)
-    if family.mixed:
-        config |= _mixture(file, own, config["num_hidden_layers"])
+    if family.more is not None:
+        config |= family.more(file, own, config)
     if family.architecture in _GEMMA_27B:
         config["query_pre_attn_scalar"] = _gemma_scalar(config, _GEMMA_27B[family.architecture])
-    _read_rope(own, config, family.rotated)
+    _read_rope(own, config, family)
     if any(factor != 1 for factor in factors.get(_LLAMA_3, ())):
         config["rope_scaling"] = _llama3(file, factors[_LLAMA_3], config)
     if _LONG in factors and _SHORT in factors:
@@ -149,7 +150,7 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
     missing = [prefix + key for key in (*_NEEDED, epsilon) if key not in own]
     if missing:
         raise ValueError(f"{file.path} lacks the metadata keys {some(missing)}")
-    known = {*_KEYS, *family.keys, *_ROPE_KEYS, *_OTHER_KEYS}
+    known = {*_KEYS, *family.keys, *family.read, *_ROPE_KEYS, *_OTHER_KEYS}
     unknown = [
         f"{prefix}{key}={shown(value)}"
         for key, value in own.items()
@@ -174,7 +175,7 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
             f"to {layers - 1}, as block_count={layers} counts these layers, too"
         )
     width, value_width = (own.get(key) for key in _WIDTHS)
-    if value_width not in (None, width):
+    if value_width not in (None, width) and "attention.kv_lora_rank" not in own:
         raise ValueError(
             f"{file.path} has {prefix}attention.key_length={width} and "
             f"value_length={value_width}: they must be equal"
@@ -213,26 +214,6 @@ def _gemma_scalar(config: Mapping[str, Any], largest: int) -> float:
     return float(config["head_dim"])
 
 
-def _mixture(file: GgufFile, own: Mapping[str, Any], layers: Any) -> dict[str, Any]:
-    """The layers that attend, by their heads of keys and values, and those that are convolutions.
-
-    ValueError unless each layer has a number of heads.
-    """
-    heads = own.get("attention.head_count_kv")
-    heads = heads if isinstance(heads, list) else [heads]
-    if len(heads) not in (1, layers) or not all(type(count) is int for count in heads):
-        raise ValueError(
-            f"{file.path} has attention.head_count_kv={shown(heads)}: must be a number for each of "
-            f"{layers} layers"
-        )
-    biases = (f"blk.{layer}.shortconv.in_proj.bias" for layer in range(len(heads)))
-    return {
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "num_key_value_heads": max(heads),
-        "conv_bias": any(name in file.tensors for name in biases),
-    }
-
-
 def _window_types(config: Mapping[str, Any]) -> Any:
     """The type of each layer, from flags of those that have a window."""
     flags, count = config["layer_types"], config["num_hidden_layers"]
@@ -244,10 +225,8 @@ def _window_types(config: Mapping[str, Any]) -> Any:
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
-def _read_rope(own: Mapping[str, Any], config: dict[str, Any], rotated: str) -> None:
-    """Add RoPE's scaling, and the part of a head that it rotates: by the name `rotated`, where a
-    missing part is not 1.
-    """
+def _read_rope(own: Mapping[str, Any], config: dict[str, Any], family: GgufFamily) -> None:
+    """Add RoPE's scaling, and the part of a head that it rotates."""
     # llama.cpp takes a factor without a type as linear.
     scaled = "rope.scale_linear" in own or own.get("rope.scaling.factor", 1.0) != 1.0
     kind = own.get("rope.scaling.type", "linear" if scaled else "none")
@@ -256,11 +235,16 @@ def _read_rope(own: Mapping[str, Any], config: dict[str, Any], rotated: str) -> 
         scaling.setdefault("factor", own.get("rope.scale_linear"))
         if kind == "longrope" and _ATTENTION_FACTOR in own:
             scaling["attention_factor"] = own[_ATTENTION_FACTOR]
-        config["rope_scaling"] = {"rope_type": kind, **scaling}
+        if LOG_MULTIPLIER in own:
+            # Files tell one of two numbers, which are equal in all published models.
+            scaling["mscale"] = scaling["mscale_all_dim"] = _plain(10 * own[LOG_MULTIPLIER])
+        config["rope_scaling"] = {"rope_type": kind, **family.rope, **scaling}
+    if "head_dim" in config and config["head_dim"] is None:
+        return
     width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     turned = own.get("rope.dimension_count", width)
-    if width and (rotated or turned != width):
-        config[rotated or "partial_rotary_factor"] = turned / width
+    if width and (family.rotated or turned != width):
+        config[family.rotated or "partial_rotary_factor"] = turned / width
 
 
 def _llama3(file: GgufFile, factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any]:

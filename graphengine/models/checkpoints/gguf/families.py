@@ -5,9 +5,18 @@ The architectures and their keys are those of llama.cpp, as the package `gguf` l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from graphengine.models.checkpoints.gguf.file import GgufFile
+from graphengine.models.checkpoints.gguf.mixtures import (
+    convolutions,
+    gated_delta,
+    granite_hybrid,
+    latents,
+    nemotron,
+)
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -21,12 +30,15 @@ class GgufFamily(NamedTuple):
     only          metadata keys without a name there, and the value that is computed
     modules       names of modules outside of layers that differ from `MODULES`
     layer         names of a layer's modules that differ from `LAYER`; several: their rows follow
-                  each other, as many of each
+                  each other, as many of each. The rows of several tensors with one name follow each
+                  other, too, in the order of their names
     paired        whether each head's rows of q and k alternate between the two halves that RoPE
                   pairs
     plus_one      whether norms are stored plus 1, which the model adds
     transposed    whether linears of layers have their inputs first in a checkpoint
-    mixed         whether layers without heads of keys and values are convolutions
+    more          what several metadata keys tell together, of the file, its keys and the config
+    read          metadata keys that are read for that, or for RoPE, alone
+    rope          what no metadata tells of scaled RoPE
     rotated       key of the part of a head that RoPE rotates, where a missing one is not 1
     biases        keys that say whether there is a tensor, and that tensor in the first layer
     """
@@ -40,13 +52,18 @@ class GgufFamily(NamedTuple):
     paired: bool = False
     plus_one: bool = False
     transposed: bool = False
-    mixed: bool = False
+    more: Callable[[GgufFile, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = (
+        None
+    )
+    read: tuple[str, ...] = ()
+    rope: Mapping[str, Any] = _NONE
     rotated: str = ""
     biases: Mapping[str, str] = _NONE
 
 
 COUNT, USED, WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 _NORM = "attention.layer_norm_epsilon"
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _SIGMOID = {"expert_gating_func": 2}
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -77,6 +94,61 @@ _MIXTRAL_LAYER = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_MAMBA_KEYS = ("ssm.inner_size", "ssm.time_step_rank")
+# Of recurrent layers, below their prefix.
+_MAMBA_LAYER = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+_NEMOTRON_KEYS = {
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+}
+_NEMOTRON_MODULES = {"token_embd": "model.embeddings", "output_norm": "model.norm_f"}
+_NEMOTRON_LAYER = {
+    "attn_norm": "norm",
+    **{key: f"mixer.{name}" for key, name in _MAMBA_LAYER.items()},
+    **{f"attn_{letter}": f"mixer.{letter}_proj" for letter in "qkv"},
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_ROUTED_KEYS = {
+    COUNT: "n_routed_experts",
+    USED: "num_experts_per_tok",
+    WIDTH: "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+_QWEN_KEYS = {
+    COUNT: "num_experts",
+    USED: "num_experts_per_tok",
+    WIDTH: "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _LFM2_KEYS = {
     "attention.layer_norm_rms_epsilon": "norm_eps",
     "shortconv.l_cache": "conv_L_cache",
@@ -101,12 +173,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen2moe": GgufFamily(
         "Qwen2MoeForCausalLM",
-        keys={
-            COUNT: "num_experts",
-            USED: "num_experts_per_tok",
-            WIDTH: "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        keys=_QWEN_KEYS,
         fixed={"norm_topk_prob": False},
         biases={"qkv_bias": "attn_q.bias"},
     ),
@@ -130,13 +197,38 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
     "granite": GgufFamily(
         "GraniteForCausalLM",
+        keys=_GRANITE_KEYS,
+        paired=True,
+    ),
+    "granitehybrid": GgufFamily(
+        "GraniteMoeHybridForCausalLM",
         keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+            **_GRANITE_KEYS,
+            COUNT: "num_local_experts",
+            USED: "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+        },
+        # Models with RoPE have no recurrent layers, and another architecture.
+        fixed={"position_embedding_type": "nope", "num_local_experts": 0},
+        layer={
+            **{key: f"mamba.{name}" for key, name in _MAMBA_LAYER.items()},
+            "ffn_gate": "shared_mlp.input_linear",
+            "ffn_up": "shared_mlp.input_linear",
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+            "ffn_gate_shexp": "shared_mlp.input_linear",
+            "ffn_up_shexp": "shared_mlp.input_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
         },
         paired=True,
+        more=granite_hybrid,
+        read=_MAMBA_KEYS,
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", fixed={"no_rope_layer_interval": 4}, paired=True),
     "gemma": GgufFamily("GemmaForCausalLM", plus_one=True),
@@ -164,7 +256,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         keys=_LFM2_KEYS,
         fixed={"block_auto_adjust_ff_dim": False},
         layer=_LFM2_LAYER,
-        mixed=True,
+        more=convolutions,
     ),
     "lfm2moe": GgufFamily(
         "Lfm2MoeForCausalLM",
@@ -185,7 +277,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "ffn_up_exps": "feed_forward.experts.{}.w3",
             "ffn_down_exps": "feed_forward.experts.{}.w2",
         },
-        mixed=True,
+        more=convolutions,
     ),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
@@ -286,27 +378,122 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
-        keys={
-            COUNT: "n_routed_experts",
-            USED: "num_experts_per_tok",
-            WIDTH: "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "nextn_predict_layers": "num_nextn_predict_layers",
-        },
+        keys=_ROUTED_KEYS,
         only=_SIGMOID,
         layer={
             "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            **_SHARED_EXPERTS,
         },
         rotated="partial_rotary_factor",
         biases={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "deepseek2": GgufFamily(
+        # `latents` tells DeepSeek-V2 and V3 apart.
+        "DeepseekV3ForCausalLM",
+        keys={
+            **_ROUTED_KEYS,
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.key_length_mla": "qk_head_dim",
+            "attention.value_length_mla": "v_head_dim",
+            "expert_gating_func": "scoring_func",
+        },
+        # What files leave out.
+        fixed={
+            "n_routed_experts": 0,
+            "n_shared_experts": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        layer={
+            **_SHARED_EXPERTS,
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.kv_b_proj",
+            "attn_v_b": "self_attn.kv_b_proj",
+        },
+        more=latents,
+        read=(LOG_MULTIPLIER,),
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        keys={
+            COUNT: "num_local_experts",
+            USED: "num_experts_per_tok",
+            WIDTH: "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        layer={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        rope={"truncate": False},
+    ),
+    "qwen3next": GgufFamily(
+        "Qwen3NextForCausalLM",
+        keys={
+            **_QWEN_KEYS,
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "full_attention_interval": "full_attention_interval",
+        },
+        fixed={"norm_topk_prob": True},
+        layer={
+            **{
+                key: f"linear_attn.{name}"
+                for key, name in _MAMBA_LAYER.items()
+                if key not in ("ssm_in", "ssm_d")
+            },
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        },
+        plus_one=True,
+        rotated="partial_rotary_factor",
+        more=gated_delta,
+        read=_MAMBA_KEYS,
+    ),
+    "nemotron_h": GgufFamily(
+        "NemotronHForCausalLM",
+        keys=_NEMOTRON_KEYS,
+        modules=_NEMOTRON_MODULES,
+        layer=_NEMOTRON_LAYER,
+        paired=True,
+        more=nemotron,
+        read=_MAMBA_KEYS,
+    ),
+    "nemotron_h_moe": GgufFamily(
+        "NemotronHForCausalLM",
+        keys={
+            **_NEMOTRON_KEYS,
+            **_ROUTED_KEYS,
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "moe_latent_size": "moe_latent_size",
+        },
+        modules=_NEMOTRON_MODULES,
+        layer={
+            **_NEMOTRON_LAYER,
+            "ffn_gate_inp": "mixer.gate",
+            "exp_probs_b": "mixer.gate.e_score_correction_bias",
+            "ffn_up_exps": "mixer.experts.{}.up_proj",
+            "ffn_down_exps": "mixer.experts.{}.down_proj",
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        paired=True,
+        more=nemotron,
+        read=_MAMBA_KEYS,
     ),
 }
 """The architectures that are read, by the name in `general.architecture`."""
@@ -363,5 +550,5 @@ LAYER: Mapping[str, str] = {
 }
 """Names of a layer's modules; {} is the number of an expert, all of which are one tensor."""
 
-WITHOUT_END = frozenset(("exp_probs_b",))
-"""Modules of a layer whose tensor has no ".bias" in a checkpoint."""
+WITHOUT_END = frozenset(("exp_probs_b", "attn_sinks", "ssm_a", "ssm_d", "ssm_dt"))
+"""Modules of a layer whose one tensor has neither ".weight" nor ".bias" in a checkpoint."""

@@ -4,6 +4,7 @@ rows.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -35,12 +36,20 @@ FLOATS: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 """The formats that are read as they are."""
-_LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.([\w.]+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.([\w.]+?)(?:\.(weight|bias))?")
 # Linears that are computed as one, and so are packed in one form.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-# Matrices that are not packed. The taps of a convolution have a row for each channel.
-_CONV = "shortconv.conv"
-_UNPACKED = ("token_embd", "position_embd", "ffn_gate_inp", "ffn_gate_inp_shexp", _CONV)
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    *(("gate_proj", "up_proj"), ("w1", "w3")),
+)
+# The taps of a convolution have a row for each channel.
+_TAPS = ("shortconv.conv", "ssm_conv1d")
+# Tensors of recurrent layers that are stored with one axis more than a checkpoint has.
+_FLAT = ("ssm_a", "ssm_d", "ssm_norm")
+# The two parts of one linear of DeepSeek's attention: keys, transposed, and values of each head.
+_KEYS_OF_HEADS, _VALUES_OF_HEADS = "attn_k_b", "attn_v_b"
+# Matrices that are not packed.
+_UNPACKED = ("token_embd", "position_embd", "ffn_gate_inp", "ffn_gate_inp_shexp", "attn_kv_b")
 
 
 class Part(NamedTuple):
@@ -50,7 +59,7 @@ class Part(NamedTuple):
     role    its values, or what they are made of
     form    form in which these are kept; None: values
     heads   heads whose rows alternate between two halves; 0: rows are as they are
-    rows    the (start, length) of the rows that it has of a tensor; None: all
+    rows    the (start, length) of each span of rows that it has of a tensor; none: it has all
     expert  its place in a stack of experts; None: it is not stacked
     make    what makes it of their values; None: nothing
     shape   of what `make` makes
@@ -60,7 +69,7 @@ class Part(NamedTuple):
     role: Role = "values"
     form: GroupForm | None = None
     heads: int = 0
-    rows: tuple[int, int] | None = None
+    rows: tuple[tuple[int, int], ...] = ()
     expert: int | None = None
     make: Make | None = None
     shape: tuple[int, ...] = ()
@@ -86,18 +95,51 @@ def parts_of(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> d
         if "{}" in names[0]:
             parts |= _of_experts(file, stored, part, names[0], config)
         elif len(names) > 1:
-            parts |= _of_rows(file, stored, part, names)
+            parts |= _of_rows(file, stored, part, names, _heads_of(module, config))
         else:
-            parts[names[0]] = part
+            parts[names[0]] = _joined(file, parts.get(names[0]), part)
     return parts
+
+
+def _heads_of(module: str, config: Mapping[str, Any]) -> int:
+    """Heads each of which has the rows of several linears; 1: they do not alternate."""
+    heads: int = config["linear_num_key_heads"] if module == "ssm_ba" else 1
+    return heads
+
+
+def _joined(file: GgufFile, other: Part | None, part: Part) -> Part:
+    """A part with the tensors of another one of the same name, if there is one."""
+    if other is None:
+        return part
+    stored = tuple(sorted((*other.stored, *part.stored)))
+    if not stored[0].endswith(f".{_KEYS_OF_HEADS}.weight"):
+        return part._replace(stored=stored)
+    (heads, latent, keys), (other_heads, values, other_latent) = (
+        file.tensors[name].shape for name in stored
+    )
+    if (heads, latent) != (other_heads, other_latent):
+        raise ValueError(
+            f"{file.path} has {' and '.join(stored)} of {heads} and {other_heads} heads and of "
+            f"latents of {latent} and {other_latent} values: they must be equal"
+        )
+
+    def make(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1).flatten(0, 1)
+
+    return part._replace(stored=stored, make=make, shape=(heads * (keys + values), latent))
 
 
 def _made(part: Part, tensor: GgufTensor, module: str, family: GgufFamily) -> Part:
     """The part with what changes its values, if anything does."""
     shape = tensor.shape
-    if family.plus_one and module.endswith("_norm"):
+    if module == "ssm_a":
+        count = math.prod(shape)
+        return part._replace(make=lambda values: (-values[0]).log().flatten(), shape=(count,))
+    if module in _FLAT and len(shape) > 1:
+        return part._replace(make=lambda values: values[0].flatten(), shape=(math.prod(shape),))
+    if family.plus_one and module.endswith("_norm") and module not in _FLAT:
         return part._replace(make=lambda values: values[0] - 1, shape=shape)
-    if module == _CONV and len(shape) == 2:
+    if module in _TAPS and len(shape) == 2:
         return part._replace(make=lambda values: values[0][:, None], shape=(shape[0], 1, shape[1]))
     if module == "ffn_gate_inp_shexp" and len(shape) == 1:
         return part._replace(make=lambda values: values[0][None], shape=(1, *shape))
@@ -120,15 +162,21 @@ def _of_experts(
     return {name.format(expert): part._replace(expert=expert) for expert in range(count)}
 
 
-def _of_rows(file: GgufFile, stored: str, part: Part, names: Sequence[str]) -> dict[str, Part]:
-    """A part for each of several linears, which have as many rows each."""
+def _of_rows(
+    file: GgufFile, stored: str, part: Part, names: Sequence[str], heads: int
+) -> dict[str, Part]:
+    """A part for each of several linears, which have as many rows of each head each."""
     rows, count = file.tensors[stored].shape[0], len(names)
-    if rows % count:
+    if rows % (count * heads):
         raise ValueError(
-            f"{file.path} has tensor {stored} with {rows} rows, which are not {count} times as many"
+            f"{file.path} has tensor {stored} with {rows} rows, which are not {count * heads} "
+            f"times as many"
         )
-    each = rows // count
-    return {name: part._replace(rows=(each * i, each)) for i, name in enumerate(names)}
+    each = rows // (count * heads)
+    return {
+        name: part._replace(rows=tuple((each * (head * count + i), each) for head in range(heads)))
+        for i, name in enumerate(names)
+    }
 
 
 def _names(stored: str, family: GgufFamily) -> tuple[tuple[str, ...], str]:
@@ -140,7 +188,7 @@ def _names(stored: str, family: GgufFamily) -> tuple[tuple[str, ...], str]:
         return (f"{name}.{end}" if name else stored,), module
     layer, module, end = found.groups()
     names = {**LAYER, **family.layer}.get(module)
-    if names is None:
+    if names is None or (end is None and module not in WITHOUT_END):
         return (stored,), module
     ending = "" if module in WITHOUT_END else f".{end}"
     several = (names,) if isinstance(names, str) else names
@@ -233,5 +281,5 @@ def info_of(file: GgufFile, part: Part) -> TensorInfo:
 
 def _shape(tensors: Sequence[GgufTensor], part: Part) -> tuple[int, ...]:
     shapes = [each.shape if part.expert is None else each.shape[1:] for each in tensors]
-    rows = sum(shape[0] for shape in shapes) if part.rows is None else part.rows[1]
+    rows = sum(length for _, length in part.rows) or sum(shape[0] for shape in shapes)
     return (rows, *shapes[0][1:])

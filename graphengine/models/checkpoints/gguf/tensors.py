@@ -171,10 +171,13 @@ class GgufTensors:
         if part.expert is not None:
             rows = rows[part.expert]
         if part.form is not None:
-            rows = rows if part.rows is None else rows[part.rows[0] : sum(part.rows)]
+            if part.rows:
+                rows = np.concatenate([rows[start : start + count] for start, count in part.rows])
             return _kept_tensor(self._file.path, rows, tensor, part.role, part.form)
         values = _values(self._file.path, rows, tensor)
-        return values if part.rows is None else values[part.rows[0] : sum(part.rows)]
+        if not part.rows:
+            return values
+        return torch.cat([values[start : start + count] for start, count in part.rows])
 
 
 def open_gguf(path: Path) -> GgufTensors:
