@@ -169,8 +169,7 @@ class DecoderWeights(ModelWeights):
         """The products of grouped-query attention and of dense feed-forwards."""
         kinds = AttentionWeights | SwigluWeights | MlpWeights
         blocks = [block for block in self.blocks() if isinstance(block, kinds)]
-        linears = [linear for block in blocks for linear in block.linears()]
-        return [linear for linear in linears if not linear.transposed]
+        return [linear for block in blocks for linear in block.linears()]
 
     def blocks(self) -> list[BlockWeights]:
         """The weights of all blocks, in the order in which they run."""

@@ -58,6 +58,7 @@ class StoredLinear(NamedTuple):
     pieces  for parts made of several pieces, by name: rows of each, split among the ranks
     cuts    for each part, which part of the checkpoint's linear it is; empty: all of it
     transposed  whether the checkpoint has columns where the weight has rows
+    head_rows  rows of a head, where a tensor may have all parts by head; 0: none has
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: in the parts' order.
             For a weight in the model's dtype, views say the same
     expert  whether it is one of several experts' weights, of which a lane uses some
@@ -79,6 +80,7 @@ class StoredLinear(NamedTuple):
     pieces: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     cuts: tuple[TensorSlice, ...] = ()
     transposed: bool = False
+    head_rows: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -49,6 +49,9 @@ def open_adapter(
     shapes = {
         name: (rows, linear.shape[1]) for linear in place.values() for name, rows in linear.parts
     }
+    for name in shapes.keys() & adapter.stored.keys():
+        rows, columns = shapes[name]
+        shapes[name] = (rows * adapter.places_of(name), columns)
     others = {name for linear in weights.linears() for name, _ in linear.parts}
     others |= {name.removesuffix(".weight") for name in weights.stored()}
     adapter.check(shapes, others)

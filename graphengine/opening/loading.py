@@ -33,7 +33,7 @@ from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import Place, of_stage, place_of_rank, stage_of_rank
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
-from graphengine.opening.adapters import adapter_sizes
+from graphengine.opening.adapters import adapter_sizes, whole_weights
 from graphengine.opening.budget.footprint import plan_with_footprint
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.budget.workspace import Footprint
@@ -101,7 +101,9 @@ def read_checkpoint(
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     if config.merge_adapter is not None:
-        checkpoint = with_merged(checkpoint, Adapter.open(config.merge_adapter))
+        checkpoint = with_merged(
+            checkpoint, Adapter.open(config.merge_adapter), _transposed_linears(model)
+        )
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     named = None if tokenizer is None else tokenizer.eos_token_id
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model, named))
@@ -128,6 +130,12 @@ def read_checkpoint(
         adapters=adapter_sizes(config, whole),
     )
     return stage_contents(contents, place.pipe) if config.pipeline_parallel > 1 else contents
+
+
+def _transposed_linears(model: ModelConfig) -> frozenset[str]:
+    """Names of the linears that checkpoints have with columns where others have rows."""
+    linears = whole_weights(model).linears()
+    return frozenset(name for each in linears if each.transposed for name, _ in each.parts)
 
 
 def _drawn(checkpoint: Checkpoint, device: str) -> Checkpoint:

@@ -27,13 +27,25 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 class AdapterPart(NamedTuple):
     """The matrices for one linear of the base model: y += scale * up (down x).
 
-    down  [r, columns], dense, on the host
-    up    [rows, r]
+    down    [r, columns], dense, on the host
+    up      [rows, r]; for a linear that the base model's tensor has with others, all of theirs: for
+            each head the rows of each linear
+    place   the linear's place among those
+    places  how many they are
     """
 
     down: Tensor
     up: Tensor
     scale: float
+    place: int = 0
+    places: int = 1
+
+    def own_up(self, head_rows: int) -> Tensor:
+        """The linear's own rows of `up`, of which a head has `head_rows`."""
+        if self.places == 1:
+            return self.up
+        heads = self.up.view(-1, self.places, head_rows, self.up.shape[1])
+        return heads[:, self.place].flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +98,18 @@ class Adapter:
         """The rank of a linear's matrices."""
         return self._of(linear)[0].shape[0]
 
+    def places_of(self, linear: str) -> int:
+        """The linears that have its matrices together, as one tensor of the base model has them."""
+        return len(self._sharing(linear))
+
+    def _named(self, linear: str) -> str:
+        """What the adapter calls a linear: patterns of ranks and scales are for that name."""
+        alone = len(self._sharing(linear)) == 1
+        return linear if alone else self.stored[linear].removeprefix(_PREFIX)
+
+    def _sharing(self, linear: str) -> list[str]:
+        return [name for name, stem in self.stored.items() if stem == self.stored[linear]]
+
     def _of(self, linear: str) -> tuple[TensorInfo, TensorInfo]:
         stem = self.stored[linear]
         return self.tensors[stem + _DOWN], self.tensors[stem + _UP]
@@ -121,7 +145,7 @@ class Adapter:
 
     def _check_part(self, name: str, shape: tuple[int, int]) -> None:
         down, up = (each.shape for each in self._of(name))
-        rank, (rows, columns) = self.config.rank_of(name), shape
+        rank, (rows, columns) = self.config.rank_of(self._named(name)), shape
         if down != (rank, columns) or up != (rows, rank):
             raise ValueError(
                 f"{self.folder}: {name} has matrices {[*down]} and {[*up]}, not {[rank, columns]} "
@@ -144,7 +168,9 @@ class Adapter:
                             raise ValueError(
                                 f"{file}: {stem}{ending} has a number that is not finite"
                             )
-                    yield name, AdapterPart(down, up, self.config.scale_of(name))
+                    sharing, scale = self._sharing(name), self.config.scale_of(self._named(name))
+                    place = sharing.index(name)
+                    yield name, AdapterPart(down, up, scale, place, len(sharing))
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
 
@@ -168,5 +194,7 @@ def _stems(file: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
             f"{file} has {len(wrong)} matrices in {tensors[wrong[0]].dtype}, not in 16 or 32 bits: "
             f"{some(wrong)}"
         )
-    names = {stem.removeprefix(_PREFIX): stem for stem in stems}
-    return {whole: names[name] for whole, name in whole_names(file, names).items()}
+    # Names of tensors that have several linears end with the next part's dot.
+    names = {f"{stem.removeprefix(_PREFIX)}.": stem for stem in stems}
+    whole = whole_names(file, names).items()
+    return {name.removesuffix("."): names[given] for name, given in whole}

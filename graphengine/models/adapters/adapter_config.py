@@ -25,6 +25,8 @@ _HARMLESS = {
     "corda_config",
     "eva_config",
     "exclude_modules",
+    # peft sets it to what a weight is: the matrices are the same.
+    "fan_in_fan_out",
     "inference_mode",
     "init_lora_weights",
     "layers_pattern",
@@ -47,7 +49,6 @@ _HARMLESS = {
 }
 _REASONS = {
     "use_dora": "DoRA scales each row of the whole weight by its norm",
-    "fan_in_fan_out": "it is for weights whose rows are columns",
     "modules_to_save": "it has whole weights of other modules",
     "lora_bias": "it adds a bias",
     "target_parameters": "it changes the experts' stacked weights",

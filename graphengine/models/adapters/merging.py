@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,10 +15,14 @@ from graphengine.models.quantised.config import quantisation_of
 _WEIGHT = ".weight"
 
 
-def with_merged(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
+def with_merged(
+    checkpoint: Checkpoint, adapter: Adapter, transposed: Collection[str] = ()
+) -> Checkpoint:
     """The checkpoint whose linears have the adapter's products in them: W + scale * B A, computed
     in float32 and rounded to the dtype that W is stored in. Any linear with a weight of its own may
     be changed.
+
+    transposed  names of the linears that it has with columns where others have rows
 
     ValueError, with names and numbers, for an adapter of another base, and for quantised weights.
     """
@@ -33,27 +37,31 @@ def with_merged(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
     for name, info in checkpoint.tensors.items():
         shape = info.stored.shape
         if name.endswith(_WEIGHT) and len(shape) == 2 and "embed" not in name:
-            shapes[name.removesuffix(_WEIGHT)] = (shape[0], shape[1])
+            linear = name.removesuffix(_WEIGHT)
+            rows, columns = shape[::-1] if linear in transposed else shape
+            shapes[linear] = (rows, columns)
         else:
             others.append(name.removesuffix(_WEIGHT))
     adapter.check(shapes, others)
-    return replace(checkpoint, merge=_Merge(dict(adapter.parts())))
+    return replace(checkpoint, merge=_Merge(dict(adapter.parts()), transposed))
 
 
 class _Merge:
     """Adds the product of an adapter's matrices to the weight that is read."""
 
-    def __init__(self, parts: Mapping[str, AdapterPart]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Mapping[str, AdapterPart], transposed: Collection[str]) -> None:
+        self._parts, self._transposed = parts, transposed
 
     def __call__(self, name: str, value: Tensor, cut: TensorSlice | None) -> Tensor:
-        part = self._parts.get(name.removesuffix(_WEIGHT))
+        linear = name.removesuffix(_WEIGHT)
+        part, transposed = self._parts.get(linear), linear in self._transposed
         if part is None or not name.endswith(_WEIGHT):
             return value
         down, up = part.down, part.up
-        if cut is not None and cut.axis == 0:
-            up = cut.part(up)
+        if cut is not None and cut.axis == (1 if transposed else 0):
+            up = cut._replace(axis=0).part(up)
         elif cut is not None:
-            down = cut.part(down)
+            down = cut._replace(axis=1).part(down)
         product = up.to(value.device).float() @ down.to(value.device).float()
+        product = product.t() if transposed else product
         return (value.float() + part.scale * product).to(value.dtype)

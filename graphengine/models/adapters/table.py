@@ -117,7 +117,7 @@ def _fill(
     for index, (name, rows) in enumerate(linear.parts):
         part = parts.get(name)
         if part is not None:
-            of_down, of_up = part.down, part.up
+            of_down, of_up = part.down, part.own_up(linear.head_rows)
             if linear.cuts:
                 cut = linear.cuts[index]
                 of_down = cut.part(of_down) if linear.axis == 1 else of_down

@@ -295,9 +295,9 @@ class AttentionWeights:
             order=of_heads.order(),
             pieces=pieces,
             transposed=self.block.transposed,
+            head_rows=self.block.head_dim,
         )
-        transposed = self.block.transposed
-        return [qkv, StoredLinear(self.output, (output,), axis=1, transposed=transposed)]
+        return [qkv, StoredLinear(self.output, (output,), axis=1, transposed=qkv.transposed)]
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""

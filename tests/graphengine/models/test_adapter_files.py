@@ -56,7 +56,7 @@ def test_parts_and_scales(base: Any, tmp_path: Path) -> None:
     assert adapter.rank == 7 and len(adapter.linears) == len(ALL) * 2
     found = dict(adapter.parts())
     assert found.keys() == expected.keys()
-    for name, (down, up, scale) in found.items():
+    for name, (down, up, scale, *_) in found.items():
         assert torch.equal(down, expected[name][0]) and torch.equal(up, expected[name][1])
         assert scale == pytest.approx(expected[name][2], rel=1e-12)
 
@@ -77,7 +77,6 @@ def test_names_of_language_models_and_of_bases_alone(folder: Path, prefix: str) 
     [
         ({"peft_type": "IA3"}, "peft_type='IA3': only 'LORA' is read"),
         ({"use_dora": True}, "use_dora=True, which is not served: DoRA scales each row"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out=True, which is not served"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which is not served"),
         ({"bias": "all"}, "bias='all': adapters with biases are not read"),
         ({"lora_bias": True}, "lora_bias=True, which is not served: it adds a bias"),
@@ -104,6 +103,7 @@ def test_keys_that_say_nothing(base: Any, folder: Path) -> None:
     change_config(
         folder, layers_to_transform=[0, 1], layers_pattern="layers", init_lora_weights="gaussian",
         revision="main", inference_mode=True, megatron_core="megatron.core", use_dora=False,
+        fan_in_fan_out=True,
     )  # fmt: skip
     assert AdapterConfig.read(folder).scale_of("q_proj") == 2.0
     open_with(base, folder)

@@ -11,6 +11,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from checkpoints.adapters import ALL, ATTENTION, FUSED, MLP, merged, write_adapter
+from checkpoints.family_models import MODELS
 from checkpoints.quantised_models import KINDS, write_model
 from engines.family_checks import assert_replies
 from engines.small_engine import run
@@ -88,6 +89,38 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, PROMPT_LENGTHS, tokens=TOKENS, adapter="a")
         for result in engine.generate(base.prompts(PROMPT_LENGTHS), greedy()):
             base.assert_greedy(result)
+
+
+# Names of the linears, which peft takes for GPT-2 transposed, and for GPT-NeoX three as one.
+OF_GPT = {
+    "GPT2LMHeadModel": ("c_attn", "c_proj", "c_fc"),
+    "GPTBigCodeForCausalLM": ("c_attn", "c_proj", "c_fc"),
+    "GPTNeoXForCausalLM": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "GPTJForCausalLM": ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"),
+}
+
+
+@pytest.mark.parametrize("architecture", OF_GPT)
+def test_linears_by_the_names_of_gpt(
+    write_model: Callable[..., Any], device: str, tmp_path: Path, architecture: str
+) -> None:
+    """In slots and merged, with a rank of their own for some."""
+    base = write_model(MODELS[architecture][0].make, tmp_path / "base", 3)
+    targets, own = OF_GPT[architecture], {OF_GPT[architecture][0]: 3}
+    options = {"fan_in_fan_out": architecture == "GPT2LMHeadModel", "rank_pattern": own}
+    adapter, oracle = with_adapter(base, tmp_path, targets, rank=6, **options)
+    prompts = base.prompts((1, 17, 40))
+    sizes = {"device": device, "max_adapter_rank": 6}
+    with open_engine(base.path, adapters={"a": adapter}, **sizes) as engine:
+        for prompt in prompts:
+            with_it, plain = (engine.submit(prompt, greedy(), adapter=name) for name in ("a", None))
+            engine.drain()
+            oracle.assert_greedy(with_it.result())
+            base.assert_greedy(plain.result())
+            assert with_it.token_ids != plain.token_ids
+    with open_engine(base.path, device=device, merge_adapter=adapter) as engine:
+        for result in engine.generate(prompts, greedy()):
+            oracle.assert_greedy(result)
 
 
 def test_norms_after_blocks(write_model: Callable[..., Any], device: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 
@@ -28,8 +29,12 @@ def linears_of(model: nn.Module | Path) -> dict[str, tuple[int, ...]]:
     if isinstance(model, Path):
         stored = Checkpoint.open(model).tensors.items()
         return {name.removesuffix(".weight"): info.shape for name, info in stored}
-    modules = model.named_modules()
-    return {name: tuple(m.weight.shape) for name, m in modules if isinstance(m, nn.Linear)}
+    modules = [*model.named_modules()]
+    found = {name: tuple(m.weight.shape) for name, m in modules if isinstance(m, nn.Linear)}
+    # GPT-2's linears have columns where others have rows.
+    return found | {
+        name: tuple(m.weight.shape[::-1]) for name, m in modules if isinstance(m, Conv1D)
+    }
 
 
 def write_adapter(
@@ -102,7 +107,9 @@ def merged(model: nn.Module, folder: Path) -> Any:
         for name, (down, up, scale) in matrices(folder).items():
             weight = modules[name].weight
             assert isinstance(weight, Tensor)
-            weight.copy_(weight.double() + scale * (up.double() @ down.double()))
+            product = scale * (up.double() @ down.double())
+            product = product.t() if isinstance(modules[name], Conv1D) else product
+            weight.copy_(weight.double() + product)
     return model
 
 
