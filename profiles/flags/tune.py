@@ -11,8 +11,9 @@ from graphengine.profiles.shape_configs import NAMES
 
 ENGINE_FLAGS = ("quantize", "quantize_lm_head", "tensor_parallel", "expert_parallel")
 ORDER = (
-    "expert_down", "expert_gate_up", "expert_up", "down", "gate_up", "up", "qkv", "output",
-    "delta_in", "delta_out", "mamba_in", "mamba_out", "conv_in", "conv_out", "lm_head",
+    "expert_down", "expert_gate_up", "expert_up", "shared_down", "shared_gate_up", "down",
+    "gate_up", "up", "qkv", "q_kv_a", "q_b", "output", "delta_in", "delta_out",
+    "mamba_in", "mamba_out", "conv_in", "conv_out", "lm_head",
 )  # fmt: skip
 """The linears that are tuned, in this order."""
 

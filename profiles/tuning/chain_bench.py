@@ -46,6 +46,7 @@ from graphengine.models.plans.chains import (
     chain_linear,
     link_bytes,
     new_chain,
+    shared_linears,
 )
 from graphengine.models.routing import StepRoutes
 from graphengine.profiles.benchmark.shapes import fill_random
@@ -81,6 +82,7 @@ class ChainBench:
         most = max(linear.rows for linear in model.config.linears.values())
         counters = max(2 * triton.cdiv(most, 16), residual_arrivals(lanes, hidden))
         self._arrivals = self._slot.new_zeros(counters)
+        self._shared = shared_linears(model)
         self._chosen = _random_experts(model.config, lanes, self.device)
         self._failures: dict[LinearPlans, str | None] = {}
         # A forked process could not use CUDA.
@@ -128,6 +130,8 @@ class ChainBench:
             for name, of_layer in config.linears.items():
                 if of_layer.kind == "sample" or (of_layer.experts and of_layer.kind != "residual"):
                     continue
+                if name in self._shared:
+                    continue
                 if of_layer.experts:
                     residual = self._launch_experts(plans, layer, residual)
                     yield name, residual
@@ -136,7 +140,10 @@ class ChainBench:
                     residual = self._launch(plans, layer, name, part, residual)
                     yield name, residual
                 else:
-                    product = self._launch(plans, layer, name, residual.scaled, residual)
+                    # Latents of queries have a product of their own, which reads the one before.
+                    of_stream = of_layer.columns == config.hidden_size
+                    part = residual.scaled if of_stream else product[:, : of_layer.columns]
+                    product = self._launch(plans, layer, name, part, residual)
                     yield name, product
         if head:
             name = next(n for n, each in config.linears.items() if each.kind == "sample")
@@ -156,7 +163,7 @@ class ChainBench:
         if kind == "residual":
             assert norm is not None, f"{name=}"
             epilogue = AddResidual(residual, norm)
-        else:
+        elif x is residual.scaled:
             call = call._replace(squares_TN=residual.squares, eps=config.norm_eps)
         if kind == "sample":
             # Of logits one can tell how far a token falls short of the best.

@@ -33,8 +33,11 @@ from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gqa
-from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mlp import Mlp
+from graphengine.models.blocks.swiglu import SwigluWeights
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
 from graphengine.models.plans import plan_limits, tuning_tables
@@ -500,6 +503,73 @@ def test_a_chain_notices_a_damaged_expert() -> None:
     experts.down[bench._chosen[0, 0]] += 1
     other = plans.replace({"expert_down": plans["expert_down"]._replace(stages=4)})
     assert bench.prepare([other], seconds=1)[other].startswith("expert_down of 1 rows is off by ")
+
+
+OF_EXPERTS = {
+    **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 24, "max_position_embeddings": 128},
+}
+WITH_SHARED = {
+    "Qwen2MoeForCausalLM": {"num_experts": 6, "shared_expert_intermediate_size": 40},
+    "DeepseekV2ForCausalLM": {
+        **{"n_routed_experts": 6, "n_shared_experts": 2, "kv_lora_rank": 40, "q_lora_rank": None},
+        **{"qk_nope_head_dim": 18, "qk_rope_head_dim": 10, "v_head_dim": 22},
+        **{"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    },
+    "DeepseekV3ForCausalLM": {
+        **{"n_routed_experts": 6, "n_shared_experts": 1, "kv_lora_rank": 40, "q_lora_rank": 30},
+        **{"qk_nope_head_dim": 18, "qk_rope_head_dim": 10, "v_head_dim": 22},
+        **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", WITH_SHARED)
+def test_a_chain_of_shared_experts(architecture: str) -> None:
+    """Each linear is searched, latents' too; a damaged shared one, or its gate, is noticed."""
+    told = OF_EXPERTS | WITH_SHARED[architecture] | {"architectures": [architecture]}
+    config = composed(read_model_config(told))
+    chain = chain_bench.chain_model(config, torch.float32, torch.device("cpu"), layers=2)
+    bench, linears = ChainBench(chain, (1, 20)), chain.config.linears
+    targets = candidates.targets_of(chain.config, BF16, "dot")
+    assert {name for target in targets for name in target.names} == linears.keys()
+    assert {"shared_gate_up", "shared_down", "expert_gate_up", "expert_down"} <= linears.keys()
+    experts = next(each for each in chain.weights.blocks() if isinstance(each, ExpertsWeights))
+    assert isinstance(experts.shared, SwigluWeights)
+    assert isinstance(experts.shared.down, torch.Tensor)
+    # So that what they add is no small part of the stream.
+    experts.shared.down.mul_(50)
+    plans = heuristic_plans(linears, torch.float32, "dot")
+    assert bench.prepare([plans], seconds=1) == {}
+    launched = [name for name, _ in bench.launches(plans, 20, layers=2, head=True)]
+    before = {
+        "Qwen2MoeForCausalLM": ["qkv", "output"],
+        "DeepseekV2ForCausalLM": ["q_kv_a", "output"],
+        "DeepseekV3ForCausalLM": ["q_kv_a", "q_b", "output"],
+    }[architecture]
+    assert launched == [*before, "expert_down"] * 2 + ["lm_head"]
+    damaged = experts.shared.down if experts.shared_gate is None else experts.shared_gate
+    assert isinstance(damaged, torch.Tensor)
+    damaged.add_(10)
+    other = plans.replace({"shared_down": plans["shared_down"]._replace(stages=3)})
+    assert bench.prepare([other], seconds=1)[other].startswith("expert_down of 1 rows is off by ")
+
+
+def test_chains_that_there_are_not() -> None:
+    """Values longer than keys, and shared experts without gates."""
+    told = OF_EXPERTS | WITH_SHARED["DeepseekV3ForCausalLM"] | {"v_head_dim": 64}
+    long = read_model_config(told | {"architectures": ["DeepseekV3ForCausalLM"]})
+    experts = next(
+        each.block for layer in MOE.layers for each in layer if isinstance(each.block, Experts)
+    )
+    mlp = Mlp(hidden_size=experts.hidden_size, ffn_size=32, norm_eps=1e-6, role="shared_")
+    ungated = MOE.with_blocks(
+        lambda block: replace(block, shared=mlp) if isinstance(block, Experts) else block
+    )
+    for config in (long, ungated):
+        with pytest.raises(ValueError, match=r"of latents whose values are longer than their keys"):
+            chain_bench.chain_layers(config, BF16)
 
 
 def test_right_results_pass() -> None:

@@ -20,16 +20,17 @@ from graphengine.kernels.experts.reference import (
 )
 from graphengine.kernels.experts.router import route_reference
 from graphengine.kernels.linear.call import AnyWeight, LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.epilogues import LOGITS, StoreSwiglu
 from graphengine.kernels.linear.packed import PackedForm
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
-from graphengine.models.blocks.mla import LatentAttention
+from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
 from graphengine.models.blocks.norms import LayerNorm, Sandwich
 from graphengine.models.blocks.per_layer.layer_inputs import LayerInput
+from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.composition import experts_of, named_layers
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig, DecoderModel
@@ -37,7 +38,15 @@ from graphengine.models.decoder_steps import Step
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.sublayers import Layer, Recurring, Sublayer, layer_prefix, products
+from graphengine.models.sublayers import (
+    Block,
+    BlockWeights,
+    Layer,
+    Recurring,
+    Sublayer,
+    layer_prefix,
+    products,
+)
 
 Chain = DecoderModel
 """A decoder that `new_chain` has made."""
@@ -64,8 +73,9 @@ def _chain_of(config: ModelConfig, links: int) -> DecoderConfig:
     if not isinstance(config, DecoderConfig) or not kinds:
         raise ValueError(
             f"the blocks of a {config.architecture} with the linears {', '.join(config.linears)} "
-            f"are not stored alike, or have latents, inputs of layers, or experts beside shared "
-            f"ones or recurrent blocks: there is no chain of them"
+            f"are not stored alike, or have inputs of layers, heads of latents whose values are "
+            f"longer than their keys, experts of latents or with norms of their own, or experts "
+            f"beside recurrent blocks or shared ones without gates: there is no chain of them"
         )
     forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}
     layers: list[Layer] = []
@@ -92,10 +102,13 @@ def _kinds(config: ModelConfig) -> Sequence[tuple[str, Sublayer]]:
     if experts is not None:
         layers = [(prefix, layer) for prefix, layer in layers if _have_experts(layer)]
     blocks = [each.block for _, layer in layers for each in layer]
-    if any(isinstance(block, LatentAttention | LayerInput) for block in blocks):
+    if any(isinstance(block, LayerInput) or _is_long(block) for block in blocks):
         return ()
     if experts is not None and (
-        experts.shared is not None or any(isinstance(block, Recurring) for block in blocks)
+        not (experts.shared is None or isinstance(experts.shared, Swiglu))
+        or experts.latent
+        or experts.own_norms
+        or any(isinstance(block, Recurring) for block in blocks)
     ):
         return ()
     counted = replace(config, layers=tuple(layer for _, layer in layers))
@@ -108,6 +121,14 @@ def _kinds(config: ModelConfig) -> Sequence[tuple[str, Sublayer]]:
             last.pop(_kind(each), None)
             last[_kind(each)] = prefix, each
     return tuple(last.values())
+
+
+def _is_long(block: Block) -> bool:
+    """Whether a block's last product reads more values than the one before it has."""
+    if not isinstance(block, LatentAttention):
+        return False
+    before = block.q_size if block.q_rank is not None else block.first_size + block.entry
+    return before < block.value_size
 
 
 def _kind(sublayer: Sublayer) -> tuple[str, ...]:
@@ -152,14 +173,35 @@ def chain_linear(
     found = []
     for step in chain.steps:
         linears = step.block.block.linears.items()
-        # Experts and latents have more linears than products.
-        for (base, each), (weight, bias) in zip(linears, products(step.block), strict=False):
+        # Experts have linears and no products.
+        for (base, each), (weight, bias) in zip(linears, _products(step.block), strict=False):
             if linear_name(base, weight) == name:
                 norm = _norm_after(step) if each.kind == "residual" else None
                 found.append((weight, bias, None if norm is None else norm.to(chain.dtype)))
     if link >= len(found):
         raise KeyError(f"no linear {name} in {link=}: {', '.join(chain.config.linears)}")
     return found[link]
+
+
+def _products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
+    """Weight and bias of each of a block's linears, except experts'."""
+    if not isinstance(block, LatentAttentionWeights):
+        return products(block)
+    weights = (block.q_kv_a, block.q_b, block.output)
+    return [(weight, None) for weight in weights if weight is not None]
+
+
+def shared_linears(chain: Chain) -> frozenset[str]:
+    """Names of the linears that every token takes beside experts: these launch them."""
+    blocks = [each for each in chain.weights.blocks() if isinstance(each, ExpertsWeights)]
+    return frozenset(
+        linear_name(base, weight)
+        for block in blocks
+        if block.shared is not None
+        for base, (weight, _) in zip(
+            block.shared.block.linears, products(block.shared), strict=True
+        )
+    )
 
 
 def _norm_after(step: Step) -> Tensor:
@@ -171,7 +213,9 @@ def _norm_after(step: Step) -> Tensor:
 def chain_experts(
     chain: Chain, link: int, slot_N: Tensor, residual: Residual, launch: DecodeLaunch
 ) -> Residual:
-    """Router, gates and ups, and down of a link's experts, as a decode step launches them."""
+    """Router, gates and ups, and down of a link's experts, and of the shared ones, as a decode step
+    launches them.
+    """
     weights, norm = _experts(chain, link)
     lanes = DecodeLanes(slot_N, slot_N, slot_N)
     return decode_experts(weights, lanes, residual, norm, launch)
@@ -203,7 +247,22 @@ def chain_experts_reference(
     y = expert_sum_reference(
         gated, weights.down, slot_N, routes, bias_EH=weights.down_bias, out_dtype=torch.float32
     )
+    if isinstance(weights.shared, SwigluWeights):
+        y += _shared_reference(weights, weights.shared, call)
     return add_to_residual_reference(y, slot_N, residual, norm)
+
+
+def _shared_reference(weights: ExpertsWeights, shared: SwigluWeights, call: LinearCall) -> Tensor:
+    """What the shared experts add, float32; `call` is the router's product."""
+    gated = linear_reference(
+        call._replace(weight_MK=shared.gate_up, bias=shared.gate_up_bias),
+        StoreSwiglu(activation=shared.block.activation),
+    )
+    if weights.shared_gate is not None:
+        gate = linear_reference(call._replace(weight_MK=weights.shared_gate, bias=None), LOGITS)
+        gated *= gate.float().sigmoid()
+    down = LinearCall(gated, shared.down, call.slot_N, bias=shared.down_bias)
+    return linear_reference(down, LOGITS).float()
 
 
 def _experts(chain: Chain, link: int) -> tuple[ExpertsWeights, Tensor]:
