@@ -55,7 +55,7 @@ from graphengine.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-class Engine(MemoryCalls):
+class Engine(MemoryCalls, runs.FrameCalls):
     """Decodes up to `max_batch` requests, each step one replay of a captured graph.
 
     In process and single-threaded: the thread that uses it first owns it, and a call from another

@@ -451,6 +451,11 @@ def _check_sessions(core: EngineCore) -> None:
         raise ValueError(
             f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
         )
+    if core.intake.inner is not None:
+        raise ValueError(
+            f"each step of this model emits a frame of {core.intake.inner.steps} codes: it has no "
+            f"sessions. Frames of earlier turns are embeddings in a prompt (`Engine.embed_frames`)"
+        )
 
 
 def _check_snapshots(core: EngineCore) -> None:

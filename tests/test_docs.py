@@ -98,6 +98,7 @@ NEEDS = {
     "docs/grammars.md": "llguidance",
     "docs/experts.md": "transformers",
     "docs/robots.md": "transformers",
+    "docs/speech.md": "transformers",
 }
 
 
@@ -153,6 +154,11 @@ def test_the_code_of_a_page_runs(
         names["__name__"] = "__main__"
     if page in ("docs/experts.md", "docs/tensor_parallel.md"):
         names |= {"path": moe_checkpoint(tmp_path), "prompt": [1, 2, 3]}
+    if page == "docs/speech.md":
+        from checkpoints.csm_models import write_csm
+
+        write_csm(tmp_path, codebooks=4)
+        names |= {"path": tmp_path, "prompt": [1, 2, 3]}
     if page == "docs/adapters.md":
         for seed, name in enumerate(("sql", "prose")):
             write_adapter(tmp_path / "adapters" / name, checkpoint_path(), rank=2, seed=seed)

@@ -62,7 +62,7 @@ MODEL_DOORS = {
             "vocabulary",
             "weights",
         ),
-        *("adapters", "checkpoints", "plans", "quantised", "splitting"),
+        *("adapters", "checkpoints", "inner", "plans", "quantised", "splitting"),
     )
 }
 # Layers of drafters are composed of the same blocks as those of models.

@@ -163,13 +163,15 @@ class Delivery:
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
-        given = len(tokens)
+        given, codes = len(tokens), None
+        if job.codes is not None and given:
+            codes = job.codes[len(job.tokens) - 1]
         # If the host takes none of this step's tokens, the sequence stays where the previous step
         # ended.
         job.halted = bool(halted) and given > 0
         request.timings.tokens += [now] * given
         if stopped is None and ended is None and not flags & _HALTED:
-            event = _make(Event, (request, tokens, text, None, now, logprobs))
+            event = _make(Event, (request, tokens, text, None, now, logprobs, codes))
             if request.callback is None:
                 self._unreturned.append(event)
             else:
@@ -179,7 +181,7 @@ class Delivery:
             request.stop_reason, ended = stopped, "stop"
         elif ended is None and flags & STOP:
             request.stop_reason, ended = job.stops.reason(request.job.tokens), "stop"
-        self._finish(request, ended or "length", tokens, text, now, logprobs)
+        self._finish(request, ended or "length", tokens, text, now, logprobs, codes)
         return given
 
     def _finish_without(self, request: Request, flags: int, count: int, now: float) -> None:
@@ -273,6 +275,7 @@ class Delivery:
         text: str,
         now: float,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
+        codes: tuple[int, ...] | None = None,
     ) -> None:
         """Retire the request; its last event has the text that was still held back."""
         job, tail = request.job, ""
@@ -293,7 +296,7 @@ class Delivery:
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:
             self._recorder.finished(request)
-        self._announce(Event(request, token_ids, text + tail, reason, now, logprobs))
+        self._announce(Event(request, token_ids, text + tail, reason, now, logprobs, codes))
 
     def end_due(self) -> None:
         """Finish requests that were cancelled since the last call, or are past their deadlines."""

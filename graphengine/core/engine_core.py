@@ -19,7 +19,7 @@ from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.commands import SlotOperations
 from graphengine.core.delivery import Delivery
-from graphengine.core.intake import Intake, QueueOptions, check_samples
+from graphengine.core.intake import Intake, QueueOptions, check_samples, embeds_spec
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
@@ -42,11 +42,8 @@ from graphengine.program.fields import (
     ring_updates,
     rope_updates,
     seen_updates,
-    takes_grids,
-    takes_images,
 )
 from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
-from graphengine.prompt_embeds import EmbedsSpec
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
 from graphengine.requests.result import TokenLogprobs
@@ -137,7 +134,8 @@ class EngineCore:
             eos_ids=eos_ids,
             prompts_only=drafter.needs.prompts_only,
             routed=runtime.model.weights.routed,
-            embeds=_embeds_spec(config, memory, runtime),
+            inner=runtime.model.config.inner,
+            embeds=embeds_spec(config, memory, runtime.model.config, runtime.prefill_cut),
             device=runtime.caches[0][0].device,
             cancelled=self.delivery.cancelled,
             defaults=defaults,
@@ -537,6 +535,10 @@ class EngineCore:
                 left = None if deadline is None else seconds_to(deadline)
                 if waits.wait_routes(replay, record, left) is None:
                     return None
+                if self.intake.inner is not None:
+                    left = None if deadline is None else seconds_to(deadline)
+                    if waits.wait_codes(replay, record, left) is None:
+                        return None
                 records.append((replay, record, logprobs))
         except Exception as error:
             self._break(error)
@@ -578,17 +580,3 @@ class EngineCore:
         self.runtime.close()
         drafter, self.drafter = self.drafter, NoDrafter()
         drafter.close()
-
-
-def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> EmbedsSpec | None:
-    """Shape and dtype of embeddings in prompts; None for an engine that takes none."""
-    if not config.prompt_embeds:
-        return None
-    model = runtime.model.config
-    return EmbedsSpec(
-        model.hidden_size,
-        memory.dtype,
-        grids=takes_grids(config, model),
-        images=runtime.prefill_cut if takes_images(config, model) else None,
-        levels=model.deepstack,
-    )

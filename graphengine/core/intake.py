@@ -13,14 +13,19 @@ from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
+from graphengine.models.contract import ModelConfig
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
+from graphengine.options.prefill_cut import PrefillCut
+from graphengine.program.fields import takes_grids, takes_images
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
+from graphengine.requests.frames import check_frame_params
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
@@ -74,6 +79,7 @@ class Intake:
     eos_ids       tokens that end every request, unless it ignores them
     prompts_only  whether every request has just one new token
     routed        the model's experts; None if it has none
+    inner         the model's inner decoder; None: a step emits tokens
     embeds        shape and dtype of embeddings in prompts; None: they are not allowed
     device        the engine's, with its number
     cancelled     the list that requests add themselves to when they are cancelled
@@ -94,6 +100,7 @@ class Intake:
         eos_ids: tuple[int, ...],
         prompts_only: bool,
         routed: RoutedExperts | None = None,
+        inner: InnerDecoder | None = None,
         embeds: EmbedsSpec | None = None,
         cancelled: list[Request],
         device: torch.device,
@@ -115,6 +122,7 @@ class Intake:
         self._eos_ids = eos_ids
         self._prompts_only = prompts_only
         self._routed = routed
+        self.inner = inner
         self.embeds = embeds
         self._recorded = memory.routed
         self._block_size = memory.block_size
@@ -181,6 +189,8 @@ class Intake:
         check_callable("on_event", callback)
         _check_queueing(priority, deadline_s)
         loaded = self.adapters.find(adapter)
+        if self.inner is not None:
+            check_frame_params(params)
         stops = self._stops(params)
         self._check_new_tokens(params)
         self._check_length(len(prompt.ids))
@@ -225,6 +235,8 @@ class Intake:
                 given_routes=given_routes,
                 routes=self._new_routes(),
                 scores=not params.room,
+                codes=None if self.inner is None else [],
+                frame_size=0 if self.inner is None else self.inner.steps,
             ),
         )
 
@@ -447,7 +459,8 @@ class Intake:
 
     def _stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream | None:
         tokenizer = self.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or self.inner is not None:
+            # Frames have no text.
             return None
         hidden = self._eos_ids if params.remove_eos else ()
         silent = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
@@ -480,3 +493,18 @@ def _check_queueing(priority: int, deadline_s: float | None) -> None:
         raise ValueError(
             f"deadline_s={shown(deadline_s)} must be positive, finite seconds from now on, or None"
         )
+
+
+def embeds_spec(
+    config: EngineConfig, memory: MemoryPlan, model: ModelConfig, cut: PrefillCut
+) -> EmbedsSpec | None:
+    """Shape and dtype of embeddings in prompts; None for an engine that takes none."""
+    if not config.prompt_embeds:
+        return None
+    return EmbedsSpec(
+        model.hidden_size,
+        memory.dtype,
+        grids=takes_grids(config, model),
+        images=cut if takes_images(config, model) else None,
+        levels=model.deepstack,
+    )

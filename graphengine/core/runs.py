@@ -14,9 +14,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Unpack, cast
 
+import numpy.typing as npt
+from torch import Tensor
+
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_one_prompt
 from graphengine.core.interrupts import HeldInterrupts
+from graphengine.models.inner.given_frames import embed_frames
 from graphengine.options.checks import check_callable
 from graphengine.prompts import Prompt, is_batch
 from graphengine.requests.request import Event, Request
@@ -214,3 +218,22 @@ def _check_ended(core: EngineCore, last: Event | None) -> None:
     """ValueError if the engine was closed before the request's last event."""
     if last is None or last.finish_reason is None:
         core.check_open()
+
+
+class FrameCalls:
+    """The calls of an engine about frames of codes."""
+
+    core: EngineCore
+
+    def embed_frames(self, codes: npt.ArrayLike | Tensor) -> Tensor:
+        """The embeddings of frames of codes, for prompts of a model whose steps emit frames.
+
+        codes  integers [frames, K], such as the `codes` of a `Result`
+
+        Returns [frames, hidden size] in the model's dtype on its device: what a step reads of such
+        a frame. In an engine opened with `prompt_embeds`, it is a part of `PromptParts`.
+
+        ValueError for other models, for another shape, and for a code outside its codebook.
+        """
+        self.core.check_open()
+        return embed_frames(self.core.runtime.model, codes)

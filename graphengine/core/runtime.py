@@ -94,6 +94,7 @@ class Runtime(SlotOperations, Waits):
     masks         the host's side of the masks for grammars and allowed ids
     routing       experts recorded of tokens, and experts for tokens to replay; None if experts are
                   not recorded
+    codes         codes of frames; None where a step emits tokens
     program       the captured steps
     adapters      slots of adapters; None: there are none
     cache_memory  the memory of all KV caches, if the engine can release it
@@ -132,6 +133,8 @@ class Runtime(SlotOperations, Waits):
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
+        if held.codes is not None:
+            self.codes = held.codes
         self.caches, self.program = held.caches, held.program
         self.state_checkpoints = held.state_checkpoints
         self.adapters = held.adapters
@@ -226,6 +229,8 @@ class Runtime(SlotOperations, Waits):
         self.logprobs.clear()
         if self.routing is not None:
             self.routing.clear()
+        if self.codes is not None:
+            self.codes.clear()
 
     # Calls of a step.
 
@@ -511,7 +516,8 @@ class Runtime(SlotOperations, Waits):
         del self.graphs, self.captured, self.program, self.model, self.caches
         del self.state_checkpoints, self.adapters, self.masks, self.mailbox, self.logprobs
         del self.routing, self.buffers
-        vars(self).pop("cache_memory", None)
+        for name in ("cache_memory", "codes"):
+            vars(self).pop(name, None)
 
 
 def _read_cache(cache: Tensor, index: Tensor) -> Tensor:
@@ -572,6 +578,7 @@ def _numerics_id(
             **({"expert_parallel": True} if config.expert_parallel else {}),
             **({} if memory.adapters is None else {"adapter_rank": memory.adapters.rank}),
             **({} if config.data_parallel == 1 else {"data_parallel": config.data_parallel}),
+            **({} if held.program.frames is None else {"inner": held.program.frames.numerics}),
             **model.numerics(prefill),
         },
     )

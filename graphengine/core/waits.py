@@ -7,7 +7,7 @@ import time
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import Payloads, Queryable, WaitMode
 from graphengine.host.logprobs import Logprobs
-from graphengine.host.routes import Routing
+from graphengine.host.routes import FrameCodes, Routing
 from graphengine.host.step_plan import Replay
 from graphengine.requests.result import TokenLogprobs
 
@@ -33,6 +33,8 @@ class Waits:
     mailbox: Mailbox
     logprobs: Logprobs
     routing: Routing | None
+    # Only of a model whose steps emit frames: one attribute more would make every step slower.
+    codes: FrameCodes | None = None
     _mode: WaitMode
     _limit: float
     # The stream, or a stand-in for one, that the waits query.
@@ -68,6 +70,21 @@ class Waits:
             return True
         return (
             self.routing.wait(
+                replay,
+                record,
+                timeout=timeout,
+                mode=self._mode,
+                limit=self._limit,
+                stream=self._watched,
+            )
+            or None
+        )
+
+    def wait_codes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
+        """True once the requests of a replay that published `record` have their frames' codes."""
+        assert self.codes is not None, "a step emits tokens"
+        return (
+            self.codes.wait(
                 replay,
                 record,
                 timeout=timeout,

@@ -1,5 +1,5 @@
 """Expert routes on the host: mailboxes of the experts that tokens took, and the table of experts
-that tokens are to take.
+that tokens are to take. Codes of frames come in a mailbox of the same layout.
 
 `kernels/experts/records.py` has the layouts. Only the items that a replay has written are read; the
 replay's record in the mailbox of tokens, and its chunk, tell which.
@@ -27,8 +27,8 @@ from graphengine.requests.routes import RecordedRoutes
 class RouteMailbox(Mailbox):
     """A ring whose entries and tags match those of the engine's mailbox of tokens.
 
-    items   items of a lane
-    routed  the model's experts: a token has the ids of the chosen experts in each layer
+    items  items of a lane
+    ids    (L, k): a token has the ids of k chosen experts in each of L layers
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class RouteMailbox(Mailbox):
         entries: int,
         lanes: int,
         items: int,
-        routed: RoutedExperts,
+        ids: tuple[int, int],
         *,
         device: torch.device,
         words: torch.Tensor | None = None,
     ) -> None:
         super().__init__(entries, lanes, items, device=device, words=words)
-        self._shape = (routed.layers, routed.chosen)
+        self._shape = ids
         self._of_token = route_items(*self._shape)
         self._counts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._ids: NDArray[np.int16] = np.zeros(0, np.int16)
@@ -145,7 +145,7 @@ class Routing:
         something has not arrived in time.
         """
         lanes = zip(replay.requests, replay.epochs, record, strict=True)
-        live = [_is_live(*lane) for lane in lanes]
+        live = [is_live(*lane) for lane in lanes]
         chunk = replay.chunk
         if chunk is not None:
             # A chunk that is only noted has not run through the layers.
@@ -171,7 +171,7 @@ class Routing:
         return True
 
 
-def _is_live(request: Request, epoch: int, items: tuple[int, ...]) -> bool:
+def is_live(request: Request, epoch: int, items: tuple[int, ...]) -> bool:
     """Whether the lane's record is of this epoch of a request that has not ended."""
     if request.finish_reason is not None:
         return False
@@ -183,3 +183,39 @@ def _routes_of(request: Request) -> RecordedRoutes:
     routes = request.job.routes
     assert routes is not None, f"{request!r} keeps no experts"
     return routes
+
+
+class FrameCodes:
+    """The codes of frames, in a mailbox of their own: K layers of one id each."""
+
+    def __init__(self, mailbox: RouteMailbox) -> None:
+        self._mailbox = mailbox
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory that the steps write."""
+        return self._mailbox.tensor
+
+    def clear(self) -> None:
+        """Forget everything; only with no replay in flight."""
+        self._mailbox.clear()
+
+    def wait(self, replay: Replay, record: Payloads, **how: Any) -> bool:
+        """Give the requests of a replay with this record the codes of their frames. Call it before
+        they get the frames' tokens; it may be called again. Waits like `Mailbox.wait`: False if
+        something has not arrived in time.
+        """
+        lanes = zip(replay.requests, replay.epochs, record, strict=True)
+        counts = [unpack_state(lane[-1][-1]).emitted if is_live(*lane) else 0 for lane in lanes]
+        if replay.chunk is not None and replay.chunk.noted:
+            return True
+        found = self._mailbox.wait_ids(replay.sequence, counts, **how)
+        if found is None:
+            return False
+        for request, count, ids in zip(replay.requests, counts, found, strict=True):
+            codes = request.job.codes
+            if count and codes is not None:
+                # The tokens that were read have frames; what follows is from an earlier call.
+                del codes[len(request.job.tokens) :]
+                codes.append(tuple(ids[0, :, 0].tolist()))
+        return True

@@ -29,6 +29,7 @@ from graphengine.models.blocks.per_layer.layer_inputs import LINEAR, PROJECTION,
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelWeights, Shaped
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates, side_by_side
@@ -72,6 +73,9 @@ class Composition(ABC):
     embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
                          pipeline stage after which layers read the stream without a norm
     span                 which layers of a model these are; None: they are a whole model
+    inner                the decoder of a frame's codes after the first, where a step emits frames:
+                         lm_head then has a row for each code, and `vocab_size` counts the ids of
+                         prompts; None: a step emits tokens
     """
 
     architecture: str
@@ -101,6 +105,7 @@ class Composition(ABC):
     final_norm_name: str = "model.norm"
     forms: WeightForms = PLAIN
     span: LayerSpan | None = None
+    inner: InnerDecoder | None = None
 
     @abstractmethod
     def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:
@@ -109,6 +114,11 @@ class Composition(ABC):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of lm_head."""
+        return self.vocab_size if self.inner is None else self.inner.codes
 
     # Other configs of the model.
 
@@ -162,7 +172,8 @@ class Composition(ABC):
     def named_as(
         self, tensors: Mapping[str, Shaped], prefixes: Sequence[str] | None = None
     ) -> Self:
-        """This model where experts have the names and layout of a checkpoint with these tensors.
+        """This model where experts, and embeddings that an inner decoder shares, have the names and
+        layout of a checkpoint with these tensors.
 
         prefixes  of the layers in the checkpoint; None: the usual ones
         """
@@ -179,7 +190,8 @@ class Composition(ABC):
                 return each
             return each._replace(block=replace(block, names=other))
 
-        return self._with_sublayers(changed, prefixes)
+        named = self._with_sublayers(changed, prefixes)
+        return named if self.inner is None else replace(named, inner=self.inner.named_as(tensors))
 
     def with_state_dtype(self, dtype: torch.dtype) -> Self:
         """This model with heads' states in this dtype; itself where no layer has any."""
@@ -289,7 +301,7 @@ class Composition(ABC):
                     None if first is None else self.forms.format_of(p + first) for p in of_block
                 ]
                 formats.setdefault(name, []).extend(found)
-        linears[HEAD] = Linear("sample", self.vocab_size, self.hidden_size)
+        linears[HEAD] = Linear("sample", self.head_rows, self.hidden_size)
         formats[HEAD] = [self.forms.format_of(HEAD)]
         return in_formats(linears, formats)
 

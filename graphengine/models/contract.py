@@ -29,6 +29,8 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.rope_tables import RopeTables
+from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.weights import InnerWeights
 from graphengine.models.launches import (
     ONE_RANK,
     ChunkAttention,
@@ -141,6 +143,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def inner(self) -> InnerDecoder | None:
+        """The decoder of a frame's codes after the first; None: a step emits tokens."""
+        ...
+
+    @property
     def tie_embeddings(self) -> bool:
         """Whether lm_head is the embedding."""
         ...
@@ -225,7 +232,8 @@ class ModelWeights(StoredWeights):
     """All weights of a model.
 
     embedding  `[V, H]`
-    lm_head    `[V, H]`; where the two are tied it is the embedding
+    lm_head    `[V, H]`; where the two are tied it is the embedding. With an inner decoder it has a
+               row for each code
     """
 
     config: ModelConfig
@@ -249,6 +257,11 @@ class ModelWeights(StoredWeights):
             tensors = [weight] if isinstance(weight, Tensor) else weight.tensors
             found.setdefault(linear_name(name, weight), []).extend(tensors)
         return found
+
+    @property
+    def inner_weights(self) -> InnerWeights | None:
+        """Weights of the inner decoder; None: there is none."""
+        return None
 
     def adaptable(self) -> list[StoredLinear]:
         """The weights that adapters can change, in the order of a step."""
@@ -369,13 +382,16 @@ class Model(Protocol):
         *,
         head: AnyWeight,
         bias: Tensor | None = None,
+        hidden: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
 
         `end` is used up.
 
-        head  `lm_head`, or some of its rows
-        bias  `head_bias`, or its values for those rows
+        head    `lm_head`, or some of its rows
+        bias    `head_bias`, or its values for those rows
+        hidden  `[1, H]` in the model's dtype: receives the lane after the final norm; None: nobody
+                reads it
         """
         ...

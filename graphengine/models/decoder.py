@@ -74,6 +74,7 @@ from graphengine.models.decoder_steps import (
     new_inputs,
     with_memory,
 )
+from graphengine.models.inner.weights import InnerWeights, allocate_inner
 from graphengine.models.launches import (
     ONE_RANK,
     ChunkAttention,
@@ -105,6 +106,7 @@ class DecoderWeights(ModelWeights):
                 none, or another stage adds them
     layer_inputs  what makes the inputs of all layers; None: layers have none
     head_bias   `[V]`, of lm_head; None: it has none, or another stage adds it
+    inner_weights  of the inner decoder; None: there is none
     """
 
     config: Composition
@@ -114,6 +116,7 @@ class DecoderWeights(ModelWeights):
     positions: Tensor | None = None
     layer_inputs: LayerInputsWeights | None = None
     head_bias: Tensor | None = None
+    inner_weights: InnerWeights | None = None
 
     def linears(self) -> list[StoredLinear]:
         """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
@@ -122,7 +125,7 @@ class DecoderWeights(ModelWeights):
         of_layers += [each for layer in self.layers for each in layer.linears()]
         if self.lm_head is self.embedding:
             return of_layers
-        return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+        return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.head_rows),))]
 
     def packed(self) -> list[PackedWeight | PackedExperts]:
         """The weights that are packed; those of a layer's experts are one."""
@@ -151,6 +154,8 @@ class DecoderWeights(ModelWeights):
             names[f"{HEAD}.bias"] = Weight(self.head_bias)
         for layer in self.layers:
             names |= layer.stored()
+        if self.inner_weights is not None:
+            names |= self.inner_weights.stored()
         return names
 
     def tensors(self) -> list[Tensor]:
@@ -158,6 +163,7 @@ class DecoderWeights(ModelWeights):
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         own = tensors_of(self.embedding, self.final_norm, self.final_bias, self.positions)
         own += [] if self.layer_inputs is None else self.layer_inputs.tensors()
+        own += [] if self.inner_weights is None else self.inner_weights.tensors()
         return [*own, *tensors_of(self.lm_head, self.head_bias), *per_layer]
 
     def linear_names(self) -> Mapping[str, str]:
@@ -494,14 +500,16 @@ class DecoderModel:
         *,
         head: AnyWeight,
         bias: Tensor | None = None,
+        hidden: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
 
         `end` is used up.
 
-        head  `lm_head`, or some of its rows
-        bias  `head_bias`, or its values for those rows
+        head    `lm_head`, or some of its rows
+        bias    `head_bias`, or its values for those rows
+        hidden  `[1, H]`: receives the lane after the final norm; None: nobody reads it
         """
         weights, (last, *rest) = self.weights, self.steps[self._last_kept :]
         x_1H = end.last[0]
@@ -521,6 +529,8 @@ class DecoderModel:
             if isinstance(step.block, LayerInputWeights):
                 memory = input_of(step, end.last[-1])
             prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch, memory)
+        if hidden is not None:
+            hidden.copy_(scratch.h)
         call = LinearCall(scratch.h, head, slot_1, bias=bias, launch=launch)
         return linear(call, StoreLogits(cap=self.config.logits_cap))
 
@@ -548,7 +558,7 @@ class DecoderConfig(Composition):
         embedding = new(self.vocab_size if embeds else 1, hidden)
         lm_head: AnyWeight = embedding
         if own_head and (span is None or span.ends):
-            shape = (self.vocab_size, hidden)
+            shape = (self.head_rows, hidden)
             lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
         final_norm = new(hidden)
         if not self.final_norm_name or self.norms == "layer_plain":
@@ -562,8 +572,11 @@ class DecoderConfig(Composition):
             final_norm=final_norm,
             final_bias=new(hidden) if biased else None,
             positions=new(self.max_positions, hidden) if placed else None,
-            head_bias=new(self.vocab_size) if self.head_bias else None,
+            head_bias=new(self.head_rows) if self.head_bias else None,
             lm_head=lm_head,
+            inner_weights=None
+            if self.inner is None
+            else allocate_inner(self.inner, device=device, dtype=dtype),
             layer_inputs=None
             if self.layer_inputs is None
             else self.layer_inputs.allocate(len(layers), hidden, forms, device=device, dtype=dtype),

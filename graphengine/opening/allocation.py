@@ -17,7 +17,7 @@ from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.host.logprobs import Logprobs
 from graphengine.host.masks import MaskTable
 from graphengine.host.rings import WindowRing, layers_in_rings
-from graphengine.host.routes import Routing
+from graphengine.host.routes import FrameCodes, Routing
 from graphengine.kernels.attention.decode import TREE_SPLIT
 from graphengine.kernels.core.devices import overlaps_launches
 from graphengine.kernels.core.launching import KernelCompilation, compile_kernels
@@ -57,6 +57,7 @@ from graphengine.program.fields import (
     takes_grids,
     takes_images,
 )
+from graphengine.program.frame_step import FrameStep
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -76,6 +77,7 @@ class Allocation:
 
     caches   the target's, then the drafter's if it has one
     routing  records of experts; None if they are not recorded
+    codes    codes of frames; None where a step emits tokens
     state_checkpoints
              places for the states of recurrent layers
     adapters slots of adapters; None: there are none
@@ -90,6 +92,7 @@ class Allocation:
     logprobs: Logprobs
     masks: MaskTable
     routing: Routing | None
+    codes: FrameCodes | None
     caches: tuple[PagedCache, ...]
     state_checkpoints: StateCheckpointTensors
     program: StepProgram
@@ -143,6 +146,7 @@ def allocate(
             parents=drafter.parents if drafter.needs.depth else None,
         ),
         routing=held.routing,
+        codes=held.codes,
         caches=caches,
         state_checkpoints=StateCheckpointTensors(
             model.config.states, buffers, memory.state_places, [cache for cache, _ in caches]
@@ -241,6 +245,26 @@ def _new_program(
         seen=buffers[SEEN_FIELD] if takes_images(config, model.config) else None,
         forced_acceptance=config.forced_acceptance,
         flow=flow,
+        frames=_frame_step(setting, config, records.codes),
+    )
+
+
+def _frame_step(
+    setting: DraftSetting, config: EngineConfig, codes: FrameCodes | None
+) -> FrameStep | None:
+    """The inner decoder in the steps; None where a step emits tokens."""
+    model = setting.model
+    inner = model.weights.inner_weights
+    if inner is None:
+        return None
+    assert codes is not None, "frames have a mailbox"
+    return FrameStep(
+        inner,
+        setting.buffers,
+        setting.launch,
+        family=config.family,
+        eps=model.config.norm_eps,
+        mailbox=codes.tensor,
     )
 
 
@@ -302,6 +326,7 @@ def _new_buffers(
         grids=takes_grids(config, model.config),
         images=takes_images(config, model.config),
         deepstack=model.config.deepstack,
+        inner=model.config.inner,
         # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         arrivals=memory.counters,

@@ -16,6 +16,7 @@ from graphengine.host.rings import WindowRing, ring_blocks
 from graphengine.kernels.experts.records import route_items
 from graphengine.kernels.logits.logprobs_mailbox import logprob_items
 from graphengine.models.contract import ModelConfig
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.program.graph_key import (
@@ -82,6 +83,7 @@ class Rings(NamedTuple):
     prompt_logprobs: RingShape | None
     routes: RingShape | None = None
     prompt_routes: RingShape | None = None
+    codes: RingShape | None = None
 
 
 def mailboxes(
@@ -90,12 +92,14 @@ def mailboxes(
     tokens_per_step: int,
     prefill_tokens: int,
     routed: RoutedExperts | None = None,
+    inner: InnerDecoder | None = None,
 ) -> Rings:
     """The shapes of all mailboxes: tokens and the state of each lane; log-probabilities of new
-    tokens and of prompts; experts of new tokens and of prompts.
+    tokens and of prompts; experts of new tokens and of prompts; codes of frames.
 
     prefill_tokens  tokens of the largest prefill bucket
     routed          the model's experts, if they are recorded
+    inner           the model's inner decoder, if a step emits frames
     """
     entries, lanes = config.mailbox_entries, config.max_batch
     items = logprob_items(config.max_logprobs)
@@ -105,12 +109,16 @@ def mailboxes(
         of_token = route_items(routed.layers, routed.chosen)
         routes = RingShape(entries, lanes, tokens_per_step * of_token)
         prompt_routes = RingShape(entries, prefill_tokens, of_token)
+    codes = None
+    if inner is not None:
+        codes = RingShape(entries, lanes, route_items(inner.steps, 1))
     return Rings(
         tokens=RingShape(entries, lanes, tokens_per_step + 1),
         logprobs=RingShape(entries, lanes, tokens_per_step * items),
         prompt_logprobs=of_prompts if config.prompt_logprobs else None,
         routes=routes,
         prompt_routes=prompt_routes,
+        codes=codes,
     )
 
 

@@ -39,6 +39,7 @@ from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.budget.workspace import Footprint
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.releasable import allocating, releasable_memory
+from graphengine.opening.requirements import check_frames
 from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 
@@ -100,13 +101,16 @@ def read_checkpoint(
         checkpoint = _drawn(checkpoint, config.device)
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
+    check_frames(model, config)
     if config.merge_adapter is not None:
         checkpoint = with_merged(
             checkpoint, Adapter.open(config.merge_adapter), _transposed_linears(model)
         )
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     named = None if tokenizer is None else tokenizer.eos_token_id
-    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model, named))
+    inner = model.inner
+    found = read_eos_ids(checkpoint, model, named) if inner is None else (inner.end_token,)
+    eos_ids = config.check_eos_ids(found)
     whole, place = model, place_of_rank(share, config.pipeline_parallel)
     model = of_rank(
         whole,
@@ -242,9 +246,11 @@ def load_checkpoint(
     # A pipeline's stage leaves most tensors to the other stages.
     if unused and config.pipeline_parallel == 1:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
+    # Codes are no tokens of the tokenizer.
+    largest = None if model_config.inner is not None or tokenizer is None else tokenizer.largest_id
     model = weights.open(
         max_seq_len=memory.max_seq_len,
-        vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
+        vocabulary=0 if largest is None else 1 + max((largest, *eos_ids)),
     )
     if ids and share == WHOLE:
         calibrate(model, memory, config, drafter, ids)

@@ -17,7 +17,7 @@ from graphengine.buckets import Mailbox
 from graphengine.buckets.shared_memory import PageLocked
 from graphengine.config import EngineConfig
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
-from graphengine.host.routes import RouteMailbox, RouteTable, Routing
+from graphengine.host.routes import FrameCodes, RouteMailbox, RouteTable, Routing
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import Rings, RingShape, mailboxes
 
@@ -70,11 +70,14 @@ def make_room(file: int, path: Path, nbytes: int, what: str) -> None:
 
 
 class Records(NamedTuple):
-    """The host's side of all mailboxes; `routing` is None without records of experts."""
+    """The host's side of all mailboxes; `routing` is None without records of experts, and `codes`
+    where a step emits tokens.
+    """
 
     mailbox: Mailbox
     logprobs: Logprobs
     routing: Routing | None
+    codes: FrameCodes | None = None
 
 
 def record_rings(config: EngineConfig, memory: MemoryPlan) -> Rings:
@@ -84,6 +87,7 @@ def record_rings(config: EngineConfig, memory: MemoryPlan) -> Rings:
         tokens_per_step=memory.tokens_per_step,
         prefill_tokens=memory.prefill_ladder.sizes[-1],
         routed=memory.routed,
+        inner=memory.inner,
     )
 
 
@@ -109,14 +113,18 @@ def new_records(
         LogprobMailbox(*rings.logprobs, top, device=device, words=words(rings.logprobs)),
         prompts and LogprobMailbox(*prompts, top, device=device, words=words(prompts)),
     )
-    routed = memory.routed
+    routed, codes = memory.routed, None
+    if memory.inner is not None:
+        assert rings.codes is not None, f"{rings=}"
+        ids = (memory.inner.steps, 1)
+        codes = FrameCodes(RouteMailbox(*rings.codes, ids, device=device, words=words(rings.codes)))
     if routed is None:
-        return Records(mailbox, logprobs, None)
+        return Records(mailbox, logprobs, None, codes)
     assert rings.routes is not None and rings.prompt_routes is not None, f"{rings=}"
     tokens, chunks = (
-        RouteMailbox(*ring, routed, device=device, words=words(ring))
+        RouteMailbox(*ring, (routed.layers, routed.chosen), device=device, words=words(ring))
         for ring in (rings.routes, rings.prompt_routes)
     )
     slots = memory.ladder.max_batch
     table = RouteTable(slots, memory.max_seq_len, routed, device=device)
-    return Records(mailbox, logprobs, Routing(tokens, chunks, table))
+    return Records(mailbox, logprobs, Routing(tokens, chunks, table), codes)

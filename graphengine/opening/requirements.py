@@ -18,6 +18,7 @@ from graphengine.models.linears import Linear
 from graphengine.models.states import LayerStates, paged_states, recurrent_states, side_by_side
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.inventory import state_places
+from graphengine.options.checks import some
 
 
 def check_requirements(
@@ -57,6 +58,37 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
         raise ValueError(
             f"prefix_caching=True, but a {model.architecture} has {len(recurrent)} recurrent "
             f"states, which follow from every token of a prompt, and {why}"
+        )
+
+
+def check_frames(model: ModelConfig, config: EngineConfig) -> None:
+    """ValueError for options that an engine whose steps emit frames does not have."""
+    inner = model.inner
+    if inner is None:
+        return
+    given = {
+        "speculative": config.mode is not None,
+        "tensor_parallel": config.tensor_parallel > 1,
+        "pipeline_parallel": config.pipeline_parallel > 1,
+        "data_parallel": config.data_parallel > 1,
+        "adapters": config.adapters is not None,
+        "max_adapters": config.max_adapters is not None,
+        "merge_adapter": config.merge_adapter is not None,
+        "quantize": config.quantize is not None,
+        "kv_dtype": config.kv_dtype == "fp8",
+        "prompt_logprobs": config.prompt_logprobs,
+        "prompt_logprobs_out": config.prompt_logprobs_out,
+    }
+    for name, there in given.items():
+        if there:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r:.99}: a {model.architecture}, each step of which "
+                f"emits a frame of {inner.steps} codes, is served without it"
+            )
+    if model.forms:
+        raise ValueError(
+            f"a {model.architecture} with quantised weights ({some(sorted(model.forms))}): models "
+            f"whose steps emit frames are served in 16 or 32 bits"
         )
 
 

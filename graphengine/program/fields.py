@@ -20,7 +20,9 @@ from graphengine.host.rings import WindowRing
 from graphengine.host.step_plan import Plan, PrefillChunk
 from graphengine.kernels.core.lanes import BITS
 from graphengine.models.contract import ModelConfig
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.states import LayerStates, recurrent_fields
+from graphengine.program.frame_step import inner_fields
 from graphengine.program.relaxed import relaxed_field
 from graphengine.prompt_embeds import Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
@@ -143,6 +145,7 @@ def engine_fields(
     grids: bool = False,
     images: bool = False,
     deepstack: int = 0,
+    inner: InnerDecoder | None = None,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -176,6 +179,8 @@ def engine_fields(
         fields.append(_seen_field(sizes))
     if config.adapter_slots:
         fields += _adapter_fields(sizes)
+    if inner is not None:
+        fields += inner_fields(inner, sizes)
     return fields
 
 

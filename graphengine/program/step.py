@@ -58,6 +58,7 @@ from graphengine.models.repeats import model_runner
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
 from graphengine.models.vocabulary import Vocabulary
+from graphengine.program.frame_step import FrameStep
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation
@@ -98,12 +99,15 @@ class StepProgram:
         seen: Tensor | None = None,
         forced_acceptance: int | None = None,
         flow: StepFlow | None = None,
+        frames: FrameStep | None = None,
     ) -> None:
         # Where the stream comes from.
         self.flow = flow or StepFlow()
         self.drafter = drafter
         self.relaxation = relaxation
         self.routing = routing
+        # The inner decoder; None: a step emits tokens.
+        self.frames = frames
         # Embeddings for a chunk's positions that have no token; None where each has one.
         self.given = given
         # Features of each level, which are added to the stream of these positions.
@@ -142,7 +146,10 @@ class StepProgram:
         layers = partial(model.decode, streams=streams)
         residual = run(layers, (lanes, residual, self.states, launch))
         processed, best, health = self._sample(lanes, residual, sampler, drafts, tree)
-        relaxed = None
+        frame = relaxed = None
+        if self.frames is not None:
+            frame = self.frames.draw(best, health, lanes, residual, sampler=sampler, pdl=pdl)
+            best, health, _ = frame.token
         if self.relaxation is not None and drafts:
             assert processed is not None, "relaxed acceptance reads logits: those of `full`"
             relaxed = self.relaxation.judge(processed.logits, lanes, self.sampling, drafts, pdl)
@@ -172,6 +179,8 @@ class StepProgram:
             options.report(processed, step.token_N, step.count_R, path=step.path, pdl=pdl)
         if self.routing is not None and routes is not None:
             self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
+        if self.frames is not None and frame is not None:
+            self.frames.publish(frame, step.count_R, lanes.slot, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
         verified = _verified(lanes, residual, step, drafts)
@@ -197,13 +206,18 @@ class StepProgram:
             dtype=model.dtype,
             device=buffers.device,
         )
+        embedding, norm, stream = model.weights.embedding, model.first_norm, residual
+        if self.frames is not None:
+            # A frame's embedding follows: nobody reads that of its token.
+            embedding, norm = embedding[:, :1], norm[:1]
+            stream = new_residual(rows, 1, 1, dtype=model.dtype, device=buffers.device)
         lanes = gather_and_embed(
             self.state,
             buffers["command_epoch"],
             buffers["slot_of_row"][:rows],
-            model.weights.embedding,
-            model.first_norm,
-            residual,
+            embedding,
+            norm,
+            stream,
             draft_SK=self._draft_table,
             max_len_S=self.stopping.max_len,
             num_speculative_tokens=drafts,
@@ -211,6 +225,8 @@ class StepProgram:
             embedding_scale=model.weights.embedding_scale,
             pdl=self.launch.pdl,
         )
+        if self.frames is not None:
+            self.frames.begin(lanes, model.first_norm, residual)
         return lanes, self.flow.arrive(residual, model.first_norm)
 
     def _trees(self, rows: int, drafts: int) -> RowTrees | None:
@@ -255,14 +271,24 @@ class StepProgram:
         chunk = self._enter_chunk(tokens)
         attention = self._prefill_attention(chunk)
         drafter = self.drafter
-        logits, hidden, routes = self._prefill_model(chunk, self._images(attention, chunk), kind)
+        last = self._last_hidden()
+        seen = self._images(attention, chunk)
+        logits, hidden, routes = self._prefill_model(chunk, seen, kind, last)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":
             lane = DecodeLanes(chunk.token.index_select(0, chunk.last), slot, position)
             self.logits_step.note_prompt(chunk)
             processed = self.logits_step.process(logits, lane)
-        sampled = sample(logits, slot, position, self.sampling)
+        frame = None
+        if self.frames is not None and last is not None:
+            # Chunks before the last one have no frame: their lane is padded.
+            lane = DecodeLanes(position, torch.where(final != 0, slot, -1), position)
+            tiles = sample_tiles(logits, lane.slot, position, self.sampling)
+            frame = self.frames.draw(*tiles, lane, last, sampler="full", pdl=False)
+            sampled = frame.token.token
+        else:
+            sampled = sample(logits, slot, position, self.sampling)
         sequences = None if processed is None else self.logits_step.stops
         flags = commit_prefill(
             self.state, sampled, slot, start, count, final, self.stopping, sequences
@@ -281,6 +307,8 @@ class StepProgram:
             self.logits_step.report_prompt(reported, hidden, self.model, next_tokens, final)
         if self.routing is not None and routes is not None:
             self.routing.publish_prompt(routes, chunk)
+        if self.frames is not None and frame is not None:
+            self.frames.publish(frame, flags & EMITTED, slot, pdl=False)
         following = buffers["prefill_next"] if self._drafts else None
         prefilled = Prefilled(chunk, following, hidden, sampled, final, attention, self.given)
         if self.relaxation is not None:
@@ -288,10 +316,22 @@ class StepProgram:
         drafter.prepare(prefilled)
         return StepOutputs(logits, sampled, flags)
 
+    def _last_hidden(self) -> Tensor | None:
+        """Memory for what an inner decoder reads of a chunk's last lane; None: nobody does."""
+        if self.frames is None:
+            return None
+        hidden = self.model.config.hidden_size
+        return torch.empty((1, hidden), dtype=self.model.dtype, device=self.buffers.device)
+
     def _prefill_model(
-        self, chunk: PrefillLanes, attention: Callable[..., Tensor], kind: PrefillKind
+        self,
+        chunk: PrefillLanes,
+        attention: Callable[..., Tensor],
+        kind: PrefillKind,
+        output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, StepRoutes | None]:
         """Logits of the chunk's last lane; hidden states and experts of all lanes, if asked for.
+        `output` receives the last lane after the final norm.
 
         The last layer's experts come from the pass that computes all lanes, except the last lane's:
         these come from the pass that computes its logits.
@@ -317,7 +357,9 @@ class StepProgram:
         slot = self.buffers["prefill_slot"]
         vocabulary, launch = self.vocabulary, replace(launch, routes=last)
         head, bias = vocabulary.head, vocabulary.bias
-        logits = self.model.prefill_logits(end, slot, head=head, bias=bias, launch=launch)
+        logits = self.model.prefill_logits(
+            end, slot, head=head, bias=bias, hidden=output, launch=launch
+        )
         if routes is not None and last is not None:
             routes.replace_last_layer(last, chunk.last)
         return vocabulary.logits(logits), end.hidden, routes

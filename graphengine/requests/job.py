@@ -109,6 +109,8 @@ class Job:
     routes       the experts that its tokens took; None if they are not recorded
     private      whether only its callback gets its events: no step returns them
     tokens       the tokens of output so far
+    codes        the codes of each token's frame; None where a step emits tokens
+    frame_size   codes of a frame; 0 where a step emits tokens
     """
 
     prompt_len: int
@@ -138,6 +140,8 @@ class Job:
     routes: RecordedRoutes | None = None
     private: bool = False
     tokens: list[int] = field(default_factory=list)
+    codes: list[tuple[int, ...]] | None = None
+    frame_size: int = 0
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_len - self.prompt_len

@@ -38,6 +38,7 @@ class Event(NamedTuple):
     finish_reason  set on the request's last event
     time           `time.perf_counter()` when the host read the tokens
     logprobs       log-probabilities of each new token, if the request asks for them
+    codes          the codes of the new frame, of a model whose steps emit frames; else None
     """
 
     request: Request
@@ -46,6 +47,7 @@ class Event(NamedTuple):
     finish_reason: FinishReason | None
     time: float
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    codes: tuple[int, ...] | None = None
 
     @property
     def request_id(self) -> int:
@@ -211,7 +213,15 @@ class Request:
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             routing=self._routing(),
+            codes=self._codes(),
         )
+
+    def _codes(self) -> NDArray[np.int32] | None:
+        """The codes of all frames; None where a step emits tokens."""
+        codes, shape = self.job.codes, (len(self.job.tokens), self.job.frame_size)
+        if codes is None:
+            return None
+        return np.array(codes[: shape[0]], dtype=np.int32).reshape(shape)
 
     def _routing(self) -> NDArray[np.int16] | None:
         """The experts of every token that was fed; None if they are not recorded."""

@@ -91,6 +91,8 @@ class Result:
                  and all new ones but the last. Prompt tokens that were not prefilled have the
                  experts of the prefill that their KV is from, or -1 if the engine does not know
                  them: in a restored session
+    codes        of a model whose steps emit frames, int32 [frames, K]: the codes of each frame; the
+                 one that ended the request is the last. None for other models
     """
 
     request_id: int
@@ -109,6 +111,7 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     routing: NDArray[np.int16] | None = field(default=None, compare=False)
+    codes: NDArray[np.int32] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -171,6 +174,7 @@ class Result:
         prompt_logprobs   null, or the same for the prompt's tokens, with null for the first
         routing           null, or for each token that was fed, for each layer with experts, the
                           list of their ids
+        codes             null, or for each frame the list of its codes
         """
         submitted, finished = self.timings.submitted, self.timings.finished
         reason = self.stop_reason
@@ -195,6 +199,7 @@ class Result:
             "logprobs": _lists_of(self.logprobs),
             "prompt_logprobs": _lists_of(self.prompt_logprobs),
             "routing": None if self.routing is None else self.routing.tolist(),
+            "codes": None if self.codes is None else self.codes.tolist(),
         }
 
 

@@ -12,6 +12,7 @@ from graphengine.cli.terminal import columns, fit
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
 from graphengine.models.contract import ModelWeights
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.launches import Share
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
@@ -19,6 +20,11 @@ from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.parallel.pipelining import plan_stages
 from graphengine.speculative import describe
+
+
+def _frame(inner: InnerDecoder | None) -> dict[str, Any]:
+    """Codes of a frame, and of a codebook; nothing of models that emit tokens."""
+    return {} if inner is None else {"frame_codes": inner.steps, "codebook": inner.codes}
 
 
 def info(options: argparse.Namespace) -> None:
@@ -37,6 +43,7 @@ def info(options: argparse.Namespace) -> None:
         "layers": model.num_layers,
         **_parameters(model.allocate(device="meta", dtype=memory.dtype)),
         "vocabulary": model.vocab_size,
+        **_frame(model.inner),
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
         "data_parallel": config.data_parallel,

@@ -9,6 +9,7 @@ from graphengine.models.families import (
     beside_towers,
     cohere,
     cohere2,
+    csm,
     deepseek,
     ernie4_5,
     exaone4,
@@ -54,6 +55,7 @@ from graphengine.models.hf.config_schema import HfConfig, read_key
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "CohereForCausalLM": cohere.read_config,
     "Cohere2ForCausalLM": cohere2.read_config,
+    "CsmForConditionalGeneration": csm.read_config,
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
     "Ernie4_5ForCausalLM": ernie4_5.read_config,

@@ -347,6 +347,17 @@ SMOLLM3_KEYS = (
 )
 """The keys of `config.json` that are read for SmolLM3 besides Llama's."""
 
+CSM_KEYS = (
+    Key("num_codebooks", "integer", (2, 256), default=32, null=True),
+    Key("text_vocab_size", "integer", (1, INT32_MAX), default=128_256),
+    Key("codebook_eos_token_id", "integer", (0, INT32_MAX), default=0),
+    Key("tie_codebooks_embeddings", "flag", default=True, null=True),
+    Key("depth_decoder_config", "object", default=None, null=True),
+    # Of the depth decoder alone.
+    Key("backbone_hidden_size", "integer", (1, 2**20), default=2048),
+)
+"""The keys of `config.json` that are read for CSM besides Llama's, and for its depth decoder."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -481,7 +492,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT_BIGCODE_KEYS, *GPT_NEOX_KEYS),
-        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS),
+        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS, *CSM_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS | HUNYUAN_MOE_KEYS
@@ -492,6 +503,9 @@ def unknown_keys(config: HfConfig) -> list[str]:
     names = [name for name in config if name not in known]
     if isinstance(text, dict):
         names += [f"text_config.{name}" for name in unknown_keys(text)]
+    depth = config.get("depth_decoder_config")
+    if isinstance(depth, dict):
+        names += [f"depth_decoder_config.{name}" for name in unknown_keys(depth)]
     rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, *HARMLESS_OF_ROPE}
     rope_keys |= NEUTRAL_ROPE.keys() | _FACTORS_OF_ROPE.keys()
     for name in ("rope_parameters", "rope_scaling"):

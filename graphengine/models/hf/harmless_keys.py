@@ -12,7 +12,7 @@ _HARMLESS = """
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
     decoder_start_token_id vocab_file tokenizer_class eod_token_id im_start_id im_end_id
     im_newline_id text_start_id text_end_id video_start_id video_end_id mask_init_id
-    num_media_embeds
+    num_media_embeds audio_token_id audio_eos_token_id codebook_pad_token_id codec_config
 
     attention_dropout attention_probs_dropout_prob classifier_dropout dropout embd_pdrop
     embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout

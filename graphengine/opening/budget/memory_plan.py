@@ -18,6 +18,7 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.models.adapters.table import AdapterSizes, AdapterTable
 from graphengine.models.contract import ModelConfig
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.states import checkpoint_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.cache_budget import BlockBytes, FreeMemory, add_caches
@@ -60,6 +61,7 @@ class MemoryPlan:
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) without drafts
     graphs         all graphs, in the order of capture
     routed         the model's experts, if they are recorded
+    inner          the model's inner decoder; None: a step emits tokens
     recurrent      whether some layer of the model, or of any of its stages, is recurrent
     state_places   places for the states of recurrent layers, of `state_bytes` each
     load_bytes     bytes of the largest copy of host-owned fields
@@ -86,6 +88,7 @@ class MemoryPlan:
     graphs: tuple[GraphKey, ...]
     budget: MemoryBudget
     routed: RoutedExperts | None = None
+    inner: InnerDecoder | None = None
     rings: tuple[WindowRing, ...] = ()
     ring_bytes: int = 0
     recurrent: bool = False
@@ -238,6 +241,7 @@ def _plan(
         graphs=graphs,
         budget=budget,
         routed=shape.recorded,
+        inner=shape.model.inner,
         rings=shape.rings,
         ring_bytes=sum(ring.blocks * block.of_ring(ring) for ring in shape.rings),
         recurrent=bool(recurrent_states(shape.model.states)),

@@ -10,6 +10,7 @@ from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.inventory import RingShape, mailboxes
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids, takes_images
+from graphengine.program.frame_step import inner_fields
 from graphengine.requests.processing import processing_fields
 
 
@@ -50,12 +51,13 @@ def _most_fields(shape: EngineShape, counters: int) -> list[Field]:
         grids=takes_grids(config, model),
         images=takes_images(config, model),
         deepstack=model.deepstack,
+        inner=model.inner,
     )
 
 
 def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field]) -> None:
     """Add the fields that replays see; fields that only some options need have their own lines."""
-    config, drafter = shape.config, shape.drafter
+    config, drafter, model = shape.config, shape.drafter, shape.model
     options = processing_fields(
         config,
         vocab_size=shape.model.vocab_size,
@@ -65,6 +67,9 @@ def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field
     apart = {"request options": sum(field.nbytes for field in options)}
     if config.mode is not None:
         apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(shape.field_sizes))
+    if model.inner is not None:
+        own = inner_fields(model.inner, shape.field_sizes)
+        apart["inner decoder's state"] = sum(field.nbytes for field in own)
     if config.prompt_embeds:
         apart["prompt embeddings"] = next(
             field.nbytes for field in fields if field.name == EMBEDS_FIELD
@@ -81,6 +86,8 @@ def _table_bytes(shape: EngineShape) -> int:
     model, drafter = shape.model, shape.drafter
     tables = model.table_bytes(shape.max_seq_len) + drafter.table_bytes(shape.max_seq_len)
     tables += kv_scale_bytes(model.states) + kv_scale_bytes(drafter.needs.states)
+    if model.inner is not None:
+        tables += model.inner.table_bytes(shape.config.max_batch)
     relaxed = shape.config.relaxed_acceptance
     if relaxed is not None:
         tables += 4 * (len(relaxed.begin_token_ids) + len(relaxed.end_token_ids))
@@ -106,12 +113,15 @@ def _add_mailboxes(budget: MemoryBudget, shape: EngineShape) -> None:
         tokens_per_step=1 + length,
         prefill_tokens=shape.chunk,
         routed=shape.recorded,
+        inner=shape.model.inner,
     )
     # With the table of drafts that the masks of a grammar follow.
     drafts = host_bytes(4 * shape.config.max_batch * length, pinned=shape.on_gpu)
     budget.add("mailbox", _ring_bytes(shape, rings.tokens) + drafts, shape.pinned)
     logprobs = _ring_bytes(shape, rings.logprobs, rings.prompt_logprobs)
     budget.add("log-probabilities", logprobs, shape.pinned)
+    if rings.codes is not None:
+        budget.add("codes of frames", _ring_bytes(shape, rings.codes), shape.pinned)
     if shape.recorded is not None:
         routes = _ring_bytes(shape, rings.routes, rings.prompt_routes)
         budget.add("experts of tokens", routes, shape.pinned)

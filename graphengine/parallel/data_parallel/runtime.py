@@ -106,7 +106,8 @@ class RemoteRank(SlotOperations, WatchedWaits):
         self._share = Share(rank, config.ranks)
         # The number of the command that asked for drafts, until they arrive.
         self._asked: int | None = None
-        self.mailbox, self.logprobs, self.routing = new_records(config, memory, shared.mailboxes)
+        records = new_records(config, memory, shared.mailboxes)
+        self.mailbox, self.logprobs, self.routing = records[:3]
         self.data_room = driver.data_room
         self._mode, self._limit = config.wait, config.wait_limit_s
         self._watched = WatchedStream(driver.ranks)

@@ -28,8 +28,8 @@ ENTRIES, LANES, WIDTH, CHUNK, EPOCH = 4, 3, 2, 5, 6
 
 def new_routing() -> Routing:
     return Routing(
-        RouteMailbox(ENTRIES, LANES, WIDTH * ITEMS, ROUTED, device=CPU),
-        RouteMailbox(ENTRIES, CHUNK, ITEMS, ROUTED, device=CPU),
+        RouteMailbox(ENTRIES, LANES, WIDTH * ITEMS, (ROUTED.layers, ROUTED.chosen), device=CPU),
+        RouteMailbox(ENTRIES, CHUNK, ITEMS, (ROUTED.layers, ROUTED.chosen), device=CPU),
         RouteTable(LANES, 8, ROUTED, device=CPU),
     )
 

@@ -127,6 +127,10 @@ class ToyConfig:
         return False
 
     @property
+    def inner(self) -> None:
+        return None
+
+    @property
     def rope_axes(self) -> None:
         """Positions have one axis."""
 
@@ -356,9 +360,10 @@ class ToyModel:
         *,
         head: AnyWeight,
         bias: Tensor | None = None,
+        hidden: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        assert bias is None, "it has none"
+        assert bias is None and hidden is None, "it has no bias, and nobody reads its output"
         (x_1H,) = end.last
         h = rms_norm(x_1H, self.weights.norms[3], slot_1, eps=EPS, out_dtype=self.dtype)
         return linear(LinearCall(h, head, slot_1, launch=launch), LOGITS)

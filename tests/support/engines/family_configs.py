@@ -44,6 +44,13 @@ _MOE = {**_QWEN, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_s
 CONFIGS: Mapping[str, Config] = {
     "CohereForCausalLM": _DENSE,
     "Cohere2ForCausalLM": {**_DENSE, "sliding_window": 256, "sliding_window_pattern": 2},
+    "CsmForConditionalGeneration": {
+        **_DENSE, "vocab_size": 2051, "text_vocab_size": 16_384, "num_codebooks": 4,
+        "depth_decoder_config": {
+            **_DENSE, "vocab_size": 2051, "hidden_size": 512, "num_codebooks": 4,
+            "backbone_hidden_size": 1024, "max_position_embeddings": 33,
+        },
+    },
     "DeepseekV2ForCausalLM": {**SHAPES["deepseek-v2-lite"], **_FEW, "n_routed_experts": 8},
     "DeepseekV3ForCausalLM": {
         **_EXPERTS, **_LATENT, "num_key_value_heads": 8, "scoring_func": "sigmoid",

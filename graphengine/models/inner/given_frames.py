@@ -1,0 +1,43 @@
+"""Frames of codes as a caller gives them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from graphengine.models.contract import Model
+from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.options.checks import shown
+
+
+def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
+    """Implements `Engine.embed_frames`."""
+    weights = model.weights.inner_weights
+    if weights is None:
+        raise ValueError(
+            f"embed_frames is for models whose steps emit frames of codes: a "
+            f"{model.config.architecture} emits tokens"
+        )
+    found = torch.from_numpy(checked_codes(codes, weights.config))
+    return weights.frame_rows(found.to(weights.frames.device))
+
+
+def checked_codes(
+    codes: npt.ArrayLike | Tensor, inner: InnerDecoder
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Whole frames as int64 [frames, K]; ValueError, with the first wrong code, for others."""
+    given = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
+    if given.ndim != 2 or given.shape[1] != inner.steps or given.dtype.kind not in "iu":
+        raise ValueError(
+            f"codes={shown(codes)} of shape {list(given.shape)} and {given.dtype} must be integers "
+            f"[frames, {inner.steps}]"
+        )
+    wrong = np.argwhere((given < 0) | (given >= inner.codes))
+    if len(wrong):
+        frame, place = wrong[0]
+        raise ValueError(
+            f"codes[{frame}][{place}] is {given[frame, place]}: a codebook has {inner.codes} codes"
+        )
+    return given.astype(np.int64)

@@ -1,0 +1,120 @@
+"""What is known of an inner decoder before anything is allocated.
+
+Letters: K codes of a frame, V codes of a codebook, H the model's hidden size, I the inner
+decoder's, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from graphengine.kernels.norm_rope.rope_config import RopeConfig
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.rope_tables import RopeTables
+from graphengine.models.linears import Linear, Linears
+from graphengine.models.states import Paged
+from graphengine.models.sublayers import Layer
+
+BLOCK = 16
+"""Positions of a block of the inner decoder's cache."""
+
+
+class InnerNames(NamedTuple):
+    """Names of the tensors in a checkpoint; those of linears and norms without ".weight".
+
+    frames      `[K * V, H]`, embeddings of the codes of a frame, whose sum the model reads
+    codes       `[K * V, H]`, embeddings of codes as the inner decoder reads them
+    projection  `[I, H]`, of all that the inner decoder reads
+    layers      prefix of the layers, before their numbers
+    norm        of the inner decoder's output
+    heads       `[K - 1, I, V]`, a head for each code but the first
+    """
+
+    frames: str
+    codes: str
+    projection: str
+    layers: str
+    norm: str
+    heads: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InnerDecoder:
+    """A decoder that is unrolled in each step of a model, with a cache that lives for one step.
+
+    Position 0 reads the model's output after its final norm. Position k > 0 reads code k - 1, and
+    head k - 1 of its output gives code k.
+
+    steps        K, codes of a frame: the model's head gives the first, the inner decoder the others
+    codes        V
+    width        H
+    hidden_size  I
+    layers       the same weights at all positions
+    end_code     the code of the frame that ends a request
+    judged       a frame ends the request if its first `judged` codes are the end code
+    tied         whether the model and the inner decoder share the embeddings of codes
+    stored       the names under which a checkpoint has shared embeddings
+    end_token    the id that stands for the frame that ends a request, among the model's ids
+    """
+
+    steps: int
+    codes: int
+    width: int
+    hidden_size: int
+    norm_eps: float
+    layers: tuple[Layer, ...]
+    rope: RopeConfig
+    end_code: int
+    judged: int
+    names: InnerNames
+    tied: bool = True
+    stored: tuple[str, ...] = ()
+
+    @property
+    def end_token(self) -> int:
+        return self.codes
+
+    @property
+    def attention(self) -> GroupedQueryAttention:
+        """The attention of every layer."""
+        block = self.layers[0][0].block
+        assert isinstance(block, GroupedQueryAttention), f"{block=}"
+        return block
+
+    @property
+    def linears(self) -> Linears:
+        """The linears of one run: the projection, those of the layers, and a head."""
+        linears: dict[str, Linear] = {
+            "projection": Linear("residual", self.hidden_size, self.width)
+        }
+        for layer in self.layers:
+            for each in layer:
+                linears |= each.block.linears
+        linears["head"] = Linear("sample", self.codes, self.hidden_size)
+        return linears
+
+    def named_as(self, tensors: Collection[str]) -> Self:
+        """This decoder with the names that a checkpoint with these tensors has."""
+        if not self.tied:
+            return self
+        both = f"{self.names.frames}.weight", f"{self.names.codes}.weight"
+        return replace(self, stored=tuple(name for name in both if name in tensors) or both[:1])
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache that a slot has."""
+        return -(-self.steps // BLOCK)
+
+    def cache_shape(self, slots: int) -> tuple[int, ...]:
+        """`[layers, blocks, 2, BLOCK, G, D]` with a block before those of the slots, which nobody
+        reads.
+        """
+        block = Paged(2, self.attention.state.entry).block_shape(BLOCK)
+        return (len(self.layers), 1 + slots * self.blocks, *block)
+
+    def table_bytes(self, slots: int) -> int:
+        """Bytes of RoPE's tables, of block tables and of positions."""
+        tables = RopeTables.nbytes(self.attention.table_dim, self.steps)
+        return tables + 4 * slots * (self.blocks + self.steps)

@@ -1,0 +1,184 @@
+"""The part of a step in which an inner decoder draws the codes of a frame after the first.
+
+    begin     the embedding of the last frame begins a decode step's stream
+    draw      the first code's tiles -> all codes, and the frame's token
+    publish   the codes go to the host, once the step has published its token
+
+Code k of the frame whose token will sit at position p is drawn with the noise of position
+p + k * 2**24, which no token has: so it depends on the request's seed, the frame and the code
+alone.
+
+Letters: N lanes, S slots, K codes of a frame, V codes of a codebook, C tiles of a codebook, H
+hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field, StaticBuffers
+from graphengine.drafters import FieldSizes
+from graphengine.kernels.experts.records import publish_routes
+from graphengine.kernels.frames.codes import FrameEnd, FrameToken, end_frame, take_code
+from graphengine.kernels.frames.embed import embed_frames
+from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import sample_tiles
+from graphengine.kernels.step.state import DecodeLanes
+from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.steps import InnerSteps
+from graphengine.models.inner.weights import InnerWeights
+from graphengine.models.launches import DecodeLaunch
+from graphengine.models.plans.choosing import choose_plans
+from graphengine.program.graph_key import Sampler
+
+CODES_FIELD, CACHE_FIELD = "frame_codes", "inner_cache"
+CODE_STRIDE = 2**24
+"""Positions between the noise of a code and that of the next one."""
+MOST_POSITIONS = CODE_STRIDE
+MOST_STEPS = 2**31 // CODE_STRIDE - 1
+
+
+def inner_fields(config: InnerDecoder, sizes: FieldSizes) -> list[Field]:
+    """The codes of each slot's last frame, and the inner decoder's cache."""
+
+    def device(name: str, shape: tuple[int, ...], dtype: torch.dtype, meaning: str) -> Field:
+        return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
+
+    codes, cache = (sizes.slots, config.steps), config.cache_shape(sizes.slots)
+    return [
+        device(CODES_FIELD, codes, torch.int32, "codes of the slot's last frame"),
+        device(CACHE_FIELD, cache, sizes.dtype, "keys and values of the inner decoder"),
+    ]
+
+
+class Frame(NamedTuple):
+    """The codes that a step has drawn for its lanes; valid until the next replay."""
+
+    token: FrameToken
+    code: Tensor
+    """int32 [K, N]: the codes of the live lanes, -1 where none could be drawn."""
+
+
+class FrameStep:
+    """An inner decoder in the steps of its model.
+
+    launch    how the model's kernels are launched
+    family    of the inner decoder's products
+    eps       of the model's final norm
+    mailbox   receives the codes, in the layout of experts' ids: K layers of one id each
+    """
+
+    def __init__(
+        self,
+        weights: InnerWeights,
+        buffers: StaticBuffers,
+        launch: DecodeLaunch,
+        *,
+        family: RowFamily,
+        eps: float,
+        mailbox: Tensor,
+    ) -> None:
+        self.config, self._weights = weights.config, weights
+        self._codes, self._eps = buffers[CODES_FIELD], eps
+        self._mailbox, self._sequence = mailbox, buffers["sequence"]
+        self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
+        self._steps = InnerSteps(weights, buffers[CACHE_FIELD], len(self._codes))
+        dtype = weights.norm.dtype
+        self.plans, _ = choose_plans(self.config.linears, dtype, family, buffers.device)
+        self._launch = self._steps.launch_with(launch, self.plans)
+        config = self.config
+        self._end = FrameEnd(config.end_code, config.judged, config.end_token)
+
+    @property
+    def numerics(self) -> str:
+        """What the bits of codes depend on besides the model: the plans of the products."""
+        return ", ".join(f"{name} {plan}" for name, plan in self.plans.items())
+
+    def begin(self, lanes: DecodeLanes, norm_H: Tensor, residual: Residual) -> None:
+        """Begin a decode step's stream with the embedding of each lane's last frame."""
+        embed_frames(
+            self._codes, self._weights.frames, lanes.slot, norm_H, residual, pdl=self._launch.pdl
+        )
+
+    def draw(
+        self,
+        best_NC: Tensor,
+        health_NC: Tensor,
+        lanes: DecodeLanes,
+        hidden: Residual | Tensor,
+        *,
+        sampler: Sampler,
+        pdl: bool,
+    ) -> Frame:
+        """Draw a frame whose first code has these tiles.
+
+        hidden   the model's stream, scaled for its final norm, or `[N, H]` after it
+        sampler  of the later codes; that of "full" knows the requests' filters
+        """
+        config, slot = self.config, lanes.slot
+        lanes_count, launch = slot.numel(), replace(self._launch, pdl=pdl)
+        frame = slot.new_empty(config.steps, lanes_count)
+        x = torch.empty(
+            (2, lanes_count, config.hidden_size), dtype=torch.float32, device=slot.device
+        )
+        tiles = best_NC, health_NC
+        embedded = self._taken(tiles, slot, frame, x, 0, pdl)
+        self._steps.begin(hidden, self._eps, slot, x[0], launch)
+        for place in range(1, config.steps):
+            stream = x[1] if place == 1 else x[0]
+            output = self._steps.run(place, embedded, slot, stream, launch)
+            tiles = self._tiles(place, output, lanes, sampler, launch)
+            if place < config.steps - 1:
+                # The output of the position before has been read by now.
+                x = torch.empty_like(x[:1])
+                embedded = self._taken(tiles, slot, frame, x, place, pdl)
+        token = end_frame(*tiles, slot, frame, self._codes, self._end, pdl=pdl)
+        return Frame(token, frame)
+
+    def _taken(
+        self,
+        tiles: tuple[Tensor, Tensor],
+        slot: Tensor,
+        frame: Tensor,
+        x: Tensor,
+        place: int,
+        pdl: bool,
+    ) -> Tensor:
+        """Note and embed the code of these tiles."""
+        table = self._weights.codes
+        return take_code(*tiles, slot, frame, self._codes, table, x, place=place, pdl=pdl)
+
+    def _tiles(
+        self,
+        place: int,
+        output: Residual,
+        lanes: DecodeLanes,
+        sampler: Sampler,
+        launch: DecodeLaunch,
+    ) -> tuple[Tensor, Tensor]:
+        """The best code of each tile at this place of the frame, and whether it is valid."""
+        call = self._steps.head(place, output, lanes.slot, launch)
+        ahead = 1 + place * CODE_STRIDE
+        if sampler == "fast":
+            return linear(call, SampleTiles(lanes.position, self._sampling, ahead=ahead))
+        return sample_tiles(
+            linear(call, LOGITS),
+            lanes.slot,
+            lanes.position,
+            self._sampling,
+            ahead=ahead,
+            pdl=launch.pdl,
+        )
+
+    def publish(self, frame: Frame, count_R: Tensor, slot_R: Tensor, *, pdl: bool) -> None:
+        """Publish the codes of the rows that have a frame; the step itself has published."""
+        code = frame.code[:, :, None]
+        publish_routes(self._mailbox, self._sequence, count_R, slot_R, code, pdl=pdl)

@@ -1,0 +1,5 @@
+"""Frames of codes: what a step that emits several codes does besides its products.
+
+embed.py   the embedding of a whole frame, which begins a step
+codes.py   each code on its way to the next position of an inner decoder, and the frame's end
+"""
