@@ -1,0 +1,100 @@
+"""Codes are drawn from the distributions of transformers' decoders, with noise of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints.csm_models import write_csm
+from engines.small_engine import open_engine
+from graphengine import SamplingParams
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import sample_reference
+from graphengine.program.frame_step import CODE_STRIDE
+
+PROMPT = [300, 5, 17, 8, 200, 31, 77]
+FRAMES, PLACES = 6, 5
+SIZES: dict[str, Any] = {"dtype": "float32", "max_seq_len": 64, "buckets": (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def csm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("csm")
+    return path, write_csm(path, PLACES)
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=FRAMES, ignore_eos=True, **options)
+
+
+def logits_of(model: Any, codes: Tensor) -> Tensor:
+    """[frames, K, V]: transformers' logits of each code of these frames after `PROMPT`."""
+    embeds = model.embed_text_tokens(torch.tensor([PROMPT]))
+    embeds = torch.cat([embeds, model.backbone_model.embed_tokens(codes[None])], dim=1)
+    hidden = model.backbone_model(inputs_embeds=embeds)[0][0, len(PROMPT) - 1 : -1]
+    fed = torch.nn.functional.pad(codes[:, :-1], (1, 0))
+    of_depth = model.depth_decoder(input_ids=fed, backbone_last_hidden_state=hidden).logits
+    return torch.cat([model.lm_head(hidden)[:, None], of_depth], dim=1)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "top-k": {"temperature": 1.3, "top_k": 4},
+    "filters": {"temperature": 0.9, "top_p": 0.7, "min_p": 0.02, "top_n_sigma": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_codes_are_drawn_as_the_sampler_says(csm: tuple[Path, Any], device: str, name: str) -> None:
+    """Code k of the frame at position p has the noise of position p + k * CODE_STRIDE."""
+    path, model = csm
+    seen = set()
+    with open_engine(path, device=device, **SIZES) as engine:
+        for seed in range(3):
+            result = engine.generate(PROMPT, params(seed=seed, **OPTIONS[name]))
+            with torch.no_grad():
+                logits = logits_of(model, torch.tensor(result.codes).long())
+            sampling = SamplingTensors.neutral(1)
+            for option, value in {**OPTIONS[name], "seed": seed}.items():
+                getattr(sampling, option).fill_(value)
+            for place in range(PLACES):
+                positions = [
+                    len(PROMPT) - 1 + frame + place * CODE_STRIDE for frame in range(FRAMES)
+                ]
+                drawn = sample_reference(
+                    logits[:, place].float().contiguous(),
+                    torch.zeros(FRAMES, dtype=torch.int32),
+                    torch.tensor(positions, dtype=torch.int32),
+                    sampling,
+                )
+                assert drawn.tolist() == result.codes[:, place].tolist(), f"{seed=} {place=}"
+            seen.add(result.codes.tobytes())
+    assert len(seen) == 3
+
+
+def test_codes_do_not_depend_on_neighbours_or_buckets(csm: tuple[Path, Any], device: str) -> None:
+    """Greedy, with a temperature and with filters side by side, in every bucket."""
+    path, _ = csm
+    asked = [
+        params(temperature=0.0),
+        params(temperature=0.8, seed=3),
+        params(temperature=1.2, top_k=3, seed=4),
+    ]
+    with open_engine(path, device=device, **SIZES) as engine:
+        alone = [engine.generate(PROMPT, each).codes for each in asked]
+        together = engine.generate([PROMPT] * 3, asked)
+        pair = engine.generate([PROMPT] * 2, asked[:0:-1])
+        assert not np.array_equal(alone[0], alone[1])
+        for one, other in zip(alone, together, strict=True):
+            assert np.array_equal(one, other.codes)
+        assert np.array_equal(pair[0].codes, alone[2])
+        assert np.array_equal(pair[1].codes, alone[1])
+    other_sizes = SIZES | {"buckets": (3,), "prefill_buckets": (8,), "lookahead": 0}
+    with open_engine(path, device=device, **other_sizes) as engine:
+        for each, one in zip(asked, alone, strict=True):
+            assert np.array_equal(engine.generate(PROMPT, each).codes, one)
