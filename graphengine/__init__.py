@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
     from graphengine.engine import Engine
+    from graphengine.options.code_sampling import CodeSampling
     from graphengine.options.draft_trees import DynamicTree
     from graphengine.options.draft_vocabulary import DraftVocabulary
     from graphengine.parallel.ranks import RankFailed
@@ -49,6 +50,7 @@ __all__ = [
     "MTP",
     "Auto",
     "Chat",
+    "CodeSampling",
     "DFlash",
     "DraftModel",
     "DraftVocabulary",
@@ -86,6 +88,7 @@ _HOMES = {
     "Auto": "graphengine.speculative",
     "Chat": "graphengine.prompts",
     "DraftModel": "graphengine.speculative",
+    "CodeSampling": "graphengine.options.code_sampling",
     "DraftVocabulary": "graphengine.options.draft_vocabulary",
     "DFlash": "graphengine.speculative",
     "DynamicTree": "graphengine.options.draft_trees",

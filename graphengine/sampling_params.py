@@ -15,6 +15,14 @@ from numpy.typing import ArrayLike
 from graphengine.kernels.logits.logits_triton import USES_COUNTS, USES_REPETITION
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.options.checks import INT32_MAX, is_int, shown
+from graphengine.options.code_sampling import (
+    FLOAT32_MAX,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    CodeSampling,
+    DrawnCode,
+)
 from graphengine.options.logits_params import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -42,11 +50,8 @@ from graphengine.options.table import (
 from graphengine.routing_record import RoutingRecord
 from graphengine.structured_outputs import StructuredOutputsParams
 
-FLOAT32_MAX = 3.4028234e38
 # The least normal float32: a smaller number may be 0 on the device, which turns the option off.
 FLOAT32_TINY = 1.1754944e-38
-# Below it the quotients leave float32's range, and different tokens tie.
-MIN_TEMPERATURE = 1e-6
 
 _LOGPROBS = Bound(
     f"be an integer in [0, {MAX_LOGPROBS}], or None for none",
@@ -70,20 +75,14 @@ class SamplingParams:
 
     temperature: float = option(
         1.0,
-        Bound(
-            f"be 0, or in [{MIN_TEMPERATURE}, {FLOAT32_MAX}]",
-            lambda value: value == 0 or MIN_TEMPERATURE <= value <= FLOAT32_MAX,
-        ),
+        TEMPERATURE,
         doc="0 is greedy, other values divide the logits; they are at least 1e-6",
         flag=Flag(common=True, metavar="T"),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 is greedy"),
     )
     top_k: int = option(
         0,
-        Bound(
-            f"be in [1, {INT32_MAX}], or 0 or -1 for all tokens",
-            lambda value: -1 <= value <= INT32_MAX,
-        ),
+        TOP_K,
         doc="keep the k most probable tokens; 0 or -1 keeps all",
         flag=Flag(common=True, metavar="K"),
         slot=SlotField(
@@ -92,7 +91,7 @@ class SamplingParams:
     )
     top_p: float = option(
         1.0,
-        within(0, 1),
+        TOP_P,
         doc="""keep the shortest prefix of the tokens, most probable first, that sums to top_p; 0
         keeps the most probable token""",
         flag=Flag(common=True, metavar="P"),
@@ -282,6 +281,11 @@ class SamplingParams:
         request begins with no KV of other requests; None: the router chooses""",
         hashed=False,
     )
+    codes: CodeSampling | None = option(
+        None,
+        doc="""how the codes of a frame after the first are drawn, for a model whose steps emit
+        frames: `CodeSampling`; None: as its first code is""",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -332,6 +336,14 @@ class SamplingParams:
     def room(self) -> int:
         """Tokens that `max_seq_len` must hold after a prompt: 0 where it is only scored."""
         return 0 if self.max_tokens == 0 else 1
+
+    def drawn_codes(self, count: int) -> tuple[DrawnCode, ...]:
+        """How each of the `count` codes of a frame after the first is drawn.
+
+        ValueError for sequences of another length.
+        """
+        usual = DrawnCode(self.temperature, max(self.top_k, 0), self.top_p)
+        return (self.codes or CodeSampling()).drawn(count, usual)
 
     @property
     def filtered(self) -> bool:

@@ -11,7 +11,15 @@ from graphengine.sampling_params import SamplingParams
 Groups = Mapping[str, Sequence[str]]
 
 REQUEST_GROUPS: Groups = {
-    "Drawing a token": ("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "seed"),
+    "Drawing a token": (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_n_sigma",
+        "seed",
+        "codes",
+    ),
     "Where the output ends": (
         "max_tokens",
         "min_tokens",

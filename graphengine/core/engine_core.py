@@ -43,6 +43,7 @@ from graphengine.program.fields import (
     rope_updates,
     seen_updates,
 )
+from graphengine.program.frame_step import drawn_updates
 from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
@@ -399,6 +400,8 @@ class EngineCore:
             updates |= seen_updates(plan)
         if self.intake.adapters.slots:
             updates |= adapter_updates(plan, slots)
+        if self.intake.inner is not None and plan.slots_changed:
+            updates |= drawn_updates(slots, self.intake.inner)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)

@@ -25,7 +25,7 @@ from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
-from graphengine.requests.frames import check_frame_params
+from graphengine.requests.frames import read_frame_params
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
@@ -189,8 +189,7 @@ class Intake:
         check_callable("on_event", callback)
         _check_queueing(priority, deadline_s)
         loaded = self.adapters.find(adapter)
-        if self.inner is not None:
-            check_frame_params(params)
+        drawn_codes = read_frame_params(params, self.inner)
         stops = self._stops(params)
         self._check_new_tokens(params)
         self._check_length(len(prompt.ids))
@@ -226,7 +225,9 @@ class Intake:
                 adapter=loaded,
                 stops=stops,
                 processing=processing,
-                full=params.filtered or processing is not None,
+                full=params.filtered
+                or processing is not None
+                or any(code.filtered for code in drawn_codes),
                 deadline=None if deadline_s is None else submitted + float(deadline_s),
                 stream=self._stream(params, prompt.ids),
                 guide=guide,
@@ -237,6 +238,7 @@ class Intake:
                 scores=not params.room,
                 codes=None if self.inner is None else [],
                 frame_size=0 if self.inner is None else self.inner.steps,
+                drawn_codes=drawn_codes,
             ),
         )
 

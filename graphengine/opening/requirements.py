@@ -77,7 +77,6 @@ def check_frames(model: ModelConfig, config: EngineConfig) -> None:
         "quantize": config.quantize is not None,
         "kv_dtype": config.kv_dtype == "fp8",
         "prompt_logprobs": config.prompt_logprobs,
-        "prompt_logprobs_out": config.prompt_logprobs_out,
     }
     for name, there in given.items():
         if there:

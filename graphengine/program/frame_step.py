@@ -14,10 +14,13 @@ hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
@@ -37,9 +40,15 @@ from graphengine.models.inner.steps import InnerSteps
 from graphengine.models.inner.weights import InnerWeights
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.plans.choosing import choose_plans
+from graphengine.options.code_sampling import DrawnCode
 from graphengine.program.graph_key import Sampler
+from graphengine.requests.request import Request
 
 CODES_FIELD, CACHE_FIELD = "frame_codes", "inner_cache"
+DRAWN_FIELDS = {name: f"codes_{name}" for name in DrawnCode._fields}
+"""Fields of how codes after the first are drawn, by the name of the option."""
+# Slots of a row are padded to whole 16 bytes, as kernels are compiled for where a row begins.
+_ALIGNED = 4
 CODE_STRIDE = 2**24
 """Positions between the noise of a code and that of the next one."""
 MOST_POSITIONS = CODE_STRIDE
@@ -47,16 +56,48 @@ MOST_STEPS = 2**31 // CODE_STRIDE - 1
 
 
 def inner_fields(config: InnerDecoder, sizes: FieldSizes) -> list[Field]:
-    """The codes of each slot's last frame, and the inner decoder's cache."""
+    """The codes of each slot's last frame, the inner decoder's cache, and how codes are drawn."""
 
     def device(name: str, shape: tuple[int, ...], dtype: torch.dtype, meaning: str) -> Field:
         return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
 
+    def host(name: str, dtype: torch.dtype, pad: float) -> Field:
+        shape = (config.steps - 1, -(-sizes.slots // _ALIGNED) * _ALIGNED)
+        meaning = f"{name} of each code after the first, by slot"
+        name = DRAWN_FIELDS[name]
+        return Field(
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            owner="host",
+            pad=pad,
+            meaning=meaning,
+            # They change only when the requests in the slots do.
+            group="codes",
+        )
+
     codes, cache = (sizes.slots, config.steps), config.cache_shape(sizes.slots)
     return [
+        host("temperature", torch.float32, 0),
+        host("top_k", torch.int32, 0),
+        host("top_p", torch.float32, 1),
         device(CODES_FIELD, codes, torch.int32, "codes of the slot's last frame"),
         device(CACHE_FIELD, cache, sizes.dtype, "keys and values of the inner decoder"),
     ]
+
+
+def drawn_updates(
+    requests: Sequence[Request | None], config: InnerDecoder
+) -> dict[str, NDArray[Any]]:
+    """The fields of how codes are drawn, where a plan changes the requests in the slots."""
+    count, slots = config.steps - 1, -(-len(requests) // _ALIGNED) * _ALIGNED
+    nothing = (DrawnCode(0.0, 0, 1.0),) * count
+    drawn = [nothing if request is None else request.job.drawn_codes for request in requests]
+    drawn += [nothing] * (slots - len(drawn))
+    return {
+        name: np.array([[getattr(code, option) for code in each] for each in drawn]).T
+        for option, name in DRAWN_FIELDS.items()
+    }
 
 
 class Frame(NamedTuple):
@@ -90,7 +131,13 @@ class FrameStep:
         self._codes, self._eps = buffers[CODES_FIELD], eps
         self._mailbox, self._sequence = mailbox, buffers["sequence"]
         self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
-        self._steps = InnerSteps(weights, buffers[CACHE_FIELD], len(self._codes))
+        slots = len(self._codes)
+        drawn = {option: buffers[name] for option, name in DRAWN_FIELDS.items()}
+        self._sampling_of = [
+            self._sampling._replace(**{name: rows[row, :slots] for name, rows in drawn.items()})
+            for row in range(self.config.steps - 1)
+        ]
+        self._steps = InnerSteps(weights, buffers[CACHE_FIELD], slots)
         dtype = weights.norm.dtype
         self.plans, _ = choose_plans(self.config.linears, dtype, family, buffers.device)
         self._launch = self._steps.launch_with(launch, self.plans)
@@ -166,14 +213,14 @@ class FrameStep:
     ) -> tuple[Tensor, Tensor]:
         """The best code of each tile at this place of the frame, and whether it is valid."""
         call = self._steps.head(place, output, lanes.slot, launch)
-        ahead = 1 + place * CODE_STRIDE
+        ahead, sampling = 1 + place * CODE_STRIDE, self._sampling_of[place - 1]
         if sampler == "fast":
-            return linear(call, SampleTiles(lanes.position, self._sampling, ahead=ahead))
+            return linear(call, SampleTiles(lanes.position, sampling, ahead=ahead))
         return sample_tiles(
             linear(call, LOGITS),
             lanes.slot,
             lanes.position,
-            self._sampling,
+            sampling,
             ahead=ahead,
             pdl=launch.pdl,
         )

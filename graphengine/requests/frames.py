@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.options.code_sampling import DrawnCode
 from graphengine.sampling_params import SamplingParams
 
 _OF_TEXT = ("stop", "structured_outputs", "include_stop_str_in_output")
@@ -13,8 +15,19 @@ _OF_TOKENS = (
 _USUAL = SamplingParams()
 
 
-def check_frame_params(params: SamplingParams) -> None:
-    """ValueError, with name and value, for an option of text or of single tokens."""
+def read_frame_params(params: SamplingParams, inner: InnerDecoder | None) -> tuple[DrawnCode, ...]:
+    """How each code after a frame's first is drawn; empty where a step emits tokens.
+
+    ValueError, with name and value, for an option of text or of single tokens where it emits
+    frames, and for `codes` where it does not.
+    """
+    if inner is None:
+        if params.codes is not None:
+            raise ValueError(
+                f"codes={params.codes!r:.99} is for models whose steps emit frames of codes: this "
+                f"one emits tokens"
+            )
+        return ()
     for names, why in (
         (_OF_TEXT, "frames have no text"),
         (_OF_TOKENS, "it is for tokens, and each step of this model emits a frame of codes"),
@@ -23,3 +36,4 @@ def check_frame_params(params: SamplingParams) -> None:
             value = getattr(params, name)
             if value != getattr(_USUAL, name):
                 raise ValueError(f"{name}={value!r:.99}: {why}")
+    return params.drawn_codes(inner.steps - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from graphengine.options.code_sampling import DrawnCode
 from graphengine.prompt_embeds import NO_EMBEDS, Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stop_tokens import Stops
@@ -111,6 +112,7 @@ class Job:
     tokens       the tokens of output so far
     codes        the codes of each token's frame; None where a step emits tokens
     frame_size   codes of a frame; 0 where a step emits tokens
+    drawn_codes  how each code after a frame's first is drawn
     """
 
     prompt_len: int
@@ -142,6 +144,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     codes: list[tuple[int, ...]] | None = None
     frame_size: int = 0
+    drawn_codes: tuple[DrawnCode, ...] = ()
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_len - self.prompt_len

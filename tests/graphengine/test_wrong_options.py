@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engines.small_engine import assert_idle
-from graphengine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from graphengine import CodeSampling, Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from graphengine.kernels.step.record import MAX_DRAFTS
 from graphengine.speculative import GateOptions, NGram, RelaxedAcceptance
 
@@ -72,6 +72,7 @@ WRONG: dict[str, list[Any]] = {
         5, 1.5, "5", b"5", True, {5}, {5: 1}, object(), [], [5], [[1, 2]], [[["5"]]], [[[1.0]]],
         [[[True]]], [[[None]]], [[[-2]]], [[[2**15]]], [[[10**20]]], [[[1, 2], [3]]],
     ],
+    "codes": [5, "x", {}, [], True, object(), CodeSampling, [CodeSampling()]],
 }  # fmt: skip
 """By option: values that `SamplingParams` refuses."""
 

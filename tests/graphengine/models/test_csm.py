@@ -18,11 +18,14 @@ from safetensors.torch import load_file, save_file
 from checkpoints.csm_models import AUDIO, END_OF_AUDIO, frames_of, write_csm
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from extent import extent
-from graphengine import Engine, PromptParts, SamplingParams
+from graphengine import Engine, EngineConfig, PromptParts, SamplingParams
 from graphengine.cli.main import main
+from graphengine.models.contract import ModelWeights
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.inner.steps import InnerSteps
+from graphengine.models.quantised.forms import rounded_forms
+from graphengine.opening.requirements import check_frames
 from graphengine.program.frame_step import CACHE_FIELD, FrameStep
 
 FRAMES = extent(10, 40)
@@ -359,6 +362,30 @@ def test_options_that_are_refused(five: Csm, options: dict[str, Any], message: s
     assert SERVED_WITHOUT in str(raised.value)
 
 
+def test_quantised_weights_are_refused(five: Csm) -> None:
+    linears = five_weights(five).linears()
+    model = read_model_config(_config(five)).stored_as(rounded_forms(linears, "fp8", head=False))
+    message = r"a CsmForConditionalGeneration with quantised weights \(model.layers.0.mlp.down_proj"
+    with pytest.raises(ValueError, match=message):
+        check_frames(model, EngineConfig(device="cpu"))
+    check_frames(read_model_config(_config(five)), EngineConfig(device="cpu"))
+
+
+def five_weights(five: Csm) -> ModelWeights:
+    return read_model_config(_config(five)).allocate(device="meta", dtype=torch.float32)
+
+
+def test_updated_weights_are_those_of_both_decoders(five: Csm, device: str, tmp_path: Path) -> None:
+    prompt = text(11)
+    other = Csm(tmp_path, write_csm(tmp_path, 5, seed=9))
+    with open_engine(five.path, device=device, **SIZES) as engine:
+        before = codes_of(engine, prompt)[0]
+        engine.update_weights(tmp_path)
+        after = codes_of(engine, prompt)[0]
+    assert np.array_equal(before, five.says(prompt)) and np.array_equal(after, other.says(prompt))
+    assert not np.array_equal(before, after)
+
+
 def test_requests_that_are_refused(five: Csm) -> None:
     of_tokens = {
         "min_tokens": 2, "stop_token_ids": [3], "stop_token_sequences": [[3, 4]],
@@ -398,5 +425,6 @@ def test_info_shows_the_frame(five: Csm, capsys: pytest.CaptureFixture[str]) -> 
     lines = {line["name"]: line["bytes"] for line in shown["budget"]}
     inner = read_model_config(_config(five)).inner
     slots = shown["max_batch"]
-    held = 4 * (slots * inner.steps + math.prod(inner.cache_shape(slots)))
+    drawn = 3 * (inner.steps - 1) * (-(-slots // 4) * 4)
+    held = 4 * (slots * inner.steps + math.prod(inner.cache_shape(slots)) + drawn)
     assert lines["inner decoder's state"] == held and lines["codes of frames"] > 0

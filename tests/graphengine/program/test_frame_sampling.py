@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoints.csm_models import write_csm
 from engines.small_engine import open_engine
-from graphengine import SamplingParams
+from graphengine import CodeSampling, SamplingParams
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
 from graphengine.program.frame_step import CODE_STRIDE
@@ -46,7 +46,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "top-k": {"temperature": 1.3, "top_k": 4},
     "filters": {"temperature": 0.9, "top_p": 0.7, "min_p": 0.02, "top_n_sigma": 1.5},
+    "other codes": {"temperature": 0.0, "codes": CodeSampling(temperature=0.7)},
+    "each code": {
+        "temperature": 1.1,
+        "top_k": 3,
+        "codes": CodeSampling(
+            temperature=(0.5, 0.0, 2.0, 1.0), top_k=(-1, 2, 5, 0), top_p=(1.0, 1.0, 1.0, 0.6)
+        ),
+    },
 }
+
+
+def of_place(options: dict[str, Any], place: int) -> dict[str, Any]:
+    """The options of the code at a place of the frame."""
+    own = {name: value for name, value in options.items() if name != "codes"}
+    codes = options.get("codes")
+    if place and codes is not None:
+        for name in ("temperature", "top_k", "top_p"):
+            value = getattr(codes, name)
+            if value is not None:
+                own[name] = value[place - 1] if isinstance(value, tuple) else value
+    return own | {"top_k": max(own.get("top_k", 0), 0)}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -59,10 +79,10 @@ def test_codes_are_drawn_as_the_sampler_says(csm: tuple[Path, Any], device: str,
             result = engine.generate(PROMPT, params(seed=seed, **OPTIONS[name]))
             with torch.no_grad():
                 logits = logits_of(model, torch.tensor(result.codes).long())
-            sampling = SamplingTensors.neutral(1)
-            for option, value in {**OPTIONS[name], "seed": seed}.items():
-                getattr(sampling, option).fill_(value)
             for place in range(PLACES):
+                sampling = SamplingTensors.neutral(1)
+                for option, value in {**of_place(OPTIONS[name], place), "seed": seed}.items():
+                    getattr(sampling, option).fill_(value)
                 positions = [
                     len(PROMPT) - 1 + frame + place * CODE_STRIDE for frame in range(FRAMES)
                 ]
@@ -83,7 +103,7 @@ def test_codes_do_not_depend_on_neighbours_or_buckets(csm: tuple[Path, Any], dev
     asked = [
         params(temperature=0.0),
         params(temperature=0.8, seed=3),
-        params(temperature=1.2, top_k=3, seed=4),
+        params(temperature=1.2, codes=CodeSampling(top_k=3), seed=4),
     ]
     with open_engine(path, device=device, **SIZES) as engine:
         alone = [engine.generate(PROMPT, each).codes for each in asked]
@@ -98,3 +118,25 @@ def test_codes_do_not_depend_on_neighbours_or_buckets(csm: tuple[Path, Any], dev
     with open_engine(path, device=device, **other_sizes) as engine:
         for each, one in zip(asked, alone, strict=True):
             assert np.array_equal(engine.generate(PROMPT, each).codes, one)
+
+
+def test_options_of_codes_are_checked(csm: tuple[Path, Any]) -> None:
+    for options, message in (
+        ({"temperature": -1.0}, "codes: temperature=-1.0 must be 0, or in"),
+        ({"temperature": (0.5, "1")}, "codes: temperature='1' must be a number, a sequence"),
+        ({"top_k": 1.5}, "codes: top_k=1.5 must be an integer, a sequence of them or None"),
+        ({"top_k": [3, -2]}, r"codes: top_k=-2 must be in \[1, "),
+        ({"top_p": 1.5}, r"codes: top_p=1.5 must be in \[0, 1\]"),
+        ({"top_p": True}, "codes: top_p=True must be a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CodeSampling(**options)
+    short = params(codes=CodeSampling(top_k=(1, 2, 3)))
+    with open_engine(csm[0], device="cpu", **SIZES) as engine:
+        message = "codes: top_k has 3 numbers, and a frame has 4 codes after its first"
+        with pytest.raises(ValueError, match=message):
+            engine.submit(PROMPT, short)
+    with open_engine(device="cpu") as engine:
+        message = "codes=CodeSampling.* is for models whose steps emit frames of codes"
+        with pytest.raises(ValueError, match=message):
+            engine.submit("x", short)
