@@ -111,8 +111,9 @@ class Delivery:
             self.counters["tokens"] += tokens
         if self._recorder.recording:
             drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
+            sampled = sum(FLAGS_AND_COUNT[lane[-1] & FLAGS_AND_COUNT_MASK][1] for lane in record)
             self._recorder.collected(
-                replay.sequence, replay.requests, given, now, drafted, accepted
+                replay.sequence, replay.requests, given, now, drafted, accepted, sampled
             )
 
     def read(

@@ -268,6 +268,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "kv_blocks": memory.kv_blocks,
         "rings": [[ring.window, ring.blocks] for ring in memory.rings],
         "lookahead": config.launched_ahead,
+        "steps_per_launch": config.steps_per_launch,
         "wait": config.wait,
         "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,

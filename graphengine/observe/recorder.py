@@ -10,7 +10,8 @@ system for how long this thread ran and how often it lost its core.
     engine.recorder.write("run.jsonl")        # or look at `replays()`, `requests()`, `stages()`
 
 A step is what one plan launches: at most a prefill and a decode. These replays share all times but
-`replay` and `launched`:
+`replay` and `launched`. Where one launch runs several decode steps, each is a step with a record of
+its own: they share `plan` and `load`, and divide the launch's time, on the host and on the device.
 
     plan       the scheduler began
     load       it had finished; changes are staged, copied and swapped until the first launch
@@ -32,6 +33,7 @@ import json
 import math
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +66,10 @@ if TYPE_CHECKING:
 
 LEAST_CAPACITY = 64
 
-_REPLAY = struct.Struct("<7q6id3q4id2q2i")
+_REPLAY = struct.Struct("<7q8id3q4id2q2i")
 _COLLECTED = struct.Struct("<3q4id2q2i")
 _TIME = struct.Struct("<q")
+_COUNT = struct.Struct("<i")
 _MICROSECONDS = struct.Struct("<d")
 _FINISHED = struct.Struct("<4q4i")
 _AT = {name: field[1] for name, field in (REPLAY.fields or {}).items()}
@@ -116,6 +119,10 @@ class Recorder:
         # Records whose replay is in flight, by sequence number; and a pair of events for each.
         self._launches = [(NEVER, NEVER)] * max(16, 4 * in_flight)
         self._timer: ReplayTimer | None = None
+        # Of launches whose device time is still to be read, oldest first: the pair of events, the
+        # number of the first record, and how many records they have. Times whose events have been
+        # used again are lost. `_timed` is the pair of the next launch.
+        self._untimed: deque[tuple[int, int, int]] = deque()
         self._timed = 0
         self._times_device = True
         self._allocate(0, 0)
@@ -137,7 +144,7 @@ class Recorder:
             Ring(FINISHED, requests),
         )
         self._replays, self._lane_ids, self._lane_tokens, self._finished = made
-        self._timed = 0
+        self._untimed.clear()
 
     # What a user calls.
 
@@ -148,7 +155,7 @@ class Recorder:
 
         The records of each start have its number, and no gap between tokens spans two starts.
 
-        capacity      replays to keep, each 160 bytes and 9 bytes for each slot of the engine
+        capacity      replays to keep, each 168 bytes and 9 bytes for each slot of the engine
         requests      finished requests to keep
         device_times  time each replay with a pair of CUDA events; no effect on a CPU
 
@@ -184,7 +191,7 @@ class Recorder:
         if self._timer is None and self._stream is not None and device_times:
             self._timer = ReplayTimer(self._stream, len(self._launches))
         self._times_device = device_times and self._timer is not None
-        self._timed = self._replays.made
+        self._untimed.clear()
         self._starts += 1
         self._waits.start(self._step)
         self.recording = True
@@ -198,7 +205,8 @@ class Recorder:
 
     def clear(self) -> None:
         """Drop all records; recording continues if it was on."""
-        self._replays.made = self._finished.made = self._timed = 0
+        self._replays.made = self._finished.made = 0
+        self._untimed.clear()
         self._step = NEVER
         self._waits.clear()
         self._forget_launches()
@@ -330,25 +338,34 @@ class Recorder:
         live, width  requests, and tokens that a decode feeds to each
         fed          prompt tokens that a prefill feeds
         """
-        ring = self._replays
+        ring, steps = self._replays, key.steps
         timer = self._timer if self._times_device else None
         number = ring.made
         if timer is not None:
-            timer.begin(number % timer.pairs)
+            pair, self._timed = self._timed, (self._timed + 1) % timer.pairs
+            if len(self._untimed) == timer.pairs:
+                self._untimed.popleft()
+            self._untimed.append((pair, number, steps))
+            timer.begin(pair)
         began = time.perf_counter_ns()
         replay(key)
         launched = time.perf_counter_ns()
         if timer is not None:
-            timer.end(number % timer.pairs)
+            timer.end(pair)
         index, kind, rows = self._shapes[key]
-        _REPLAY.pack_into(
-            ring.memory, number % ring.capacity * ring.stride,
-            self._starts, self._step, sequence, self._plan, self._load, began, launched,
-            fed, index, rows, fed or live, width, kind,
-            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0, *UNKNOWN_LAUNCH, *UNKNOWN_USE,
-        )  # fmt: skip
-        self._launches[sequence % len(self._launches)] = (sequence, number)
-        ring.made = number + 1
+        for step in range(steps):
+            _REPLAY.pack_into(
+                ring.memory, number % ring.capacity * ring.stride,
+                self._starts, self._step + step, sequence + step, self._plan, self._load,
+                began + (launched - began) * step // steps,
+                began + (launched - began) * (step + 1) // steps,
+                fed, index, rows, fed or live, width, kind, steps, 0,
+                math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0, *UNKNOWN_LAUNCH, *UNKNOWN_USE,
+            )  # fmt: skip
+            self._launches[(sequence + step) % len(self._launches)] = (sequence + step, number)
+            number += 1
+        self._step += steps - 1
+        ring.made = number
 
     def collecting(self) -> None:
         """`Engine.step` is about to wait."""
@@ -362,10 +379,14 @@ class Recorder:
         now: float,
         drafted: int = 0,
         accepted: int = 0,
+        sampled: int = 0,
     ) -> None:
-        """Replay `sequence` was read at `now` seconds; lane i's request got `given[i]` tokens."""
+        """Step `sequence` was read at `now` seconds; lane i's request got `given[i]` of the
+        `sampled` tokens of all lanes.
+        """
         launched, number = self._launches[sequence % len(self._launches)]
-        if launched != sequence:
+        ring, lanes = self._replays, len(requests)
+        if launched != sequence or number < ring.made - ring.capacity:
             return
         if requests is not self._requests:
             self._requests = requests
@@ -373,14 +394,16 @@ class Recorder:
         if now != self._used_at:
             # Replays of one step are read at the same time.
             self._use, self._used_at = processor_use(whole=self._on_host), now
-        ring, lanes = self._replays, len(requests)
-        row = number % ring.capacity
+        row, emitted = number % ring.capacity, sum(given)
         (began,) = _TIME.unpack_from(ring.memory, row * ring.stride + self._could_begin)
         _COLLECTED.pack_into(
             ring.memory, row * ring.stride + _AT["collect"],
-            self._collect, nanoseconds(now), NEVER, sum(given), drafted, accepted, lanes,
+            self._collect, nanoseconds(now), NEVER, emitted, drafted, accepted, lanes,
             *self._ranks.last_launch(sequence, began), *self._use,
         )  # fmt: skip
+        if sampled > emitted:
+            at = row * ring.stride + _AT["discarded"]
+            _COUNT.pack_into(ring.memory, at, sampled - emitted)
         start = row * self._lane_ids.stride
         self._lane_ids.memory[start : start + 8 * lanes] = self._ids
         start = row * self._lane_tokens.stride
@@ -418,18 +441,18 @@ class Recorder:
 
     def _read_times(self, until: int) -> None:
         """Read the device times of the records before number `until`, as far as they have come."""
-        timer, ring = self._timer, self._replays
+        timer, ring, untimed = self._timer, self._replays, self._untimed
         if timer is None or not self._times_device:
             return
-        # Times whose events the ring has reused are lost.
-        self._timed = max(self._timed, ring.made - timer.pairs)
-        while self._timed < until:
-            microseconds = timer.microseconds(self._timed % timer.pairs)
+        while untimed and untimed[0][1] + untimed[0][2] <= until:
+            pair, first, steps = untimed[0]
+            microseconds = timer.microseconds(pair)
             if math.isnan(microseconds):
                 return
-            offset = self._timed % ring.capacity * ring.stride + _AT["device_us"]
-            _MICROSECONDS.pack_into(ring.memory, offset, microseconds)
-            self._timed += 1
+            untimed.popleft()
+            for number in range(max(first, ring.made - ring.capacity), first + steps):
+                offset = number % ring.capacity * ring.stride + _AT["device_us"]
+                _MICROSECONDS.pack_into(ring.memory, offset, microseconds / steps)
 
 
 def nanoseconds(seconds: float) -> int:

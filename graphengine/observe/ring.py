@@ -39,6 +39,8 @@ REPLAY = np.dtype(
         ("live", "<i4"),
         ("width", "<i4"),
         ("kind", "<i4"),
+        ("steps", "<i4"),
+        ("discarded", "<i4"),
         ("device_us", "<f8"),
         ("collect", "<i8"),
         ("read", "<i8"),
@@ -54,19 +56,22 @@ REPLAY = np.dtype(
         ("yielded", "<i4"),
     ]
 )
-"""One replay. Times are nanoseconds of `time.perf_counter_ns`, `NEVER` where one is missing.
+"""One replay of a graph of one step, or one step of a launch of several. Times are nanoseconds of
+`time.perf_counter_ns`, `NEVER` where one is missing.
 
 recording      number of the `start()` before it, from 1
-step           number of the recorder's step that launched it, from 0
-sequence       the engine's number of the replay
+step           number of the recorder's step, from 0
+sequence       the engine's number of it
 prompt_tokens  tokens that a prefill fed
 bucket         index into `Recorder.buckets`
 rows, live     rows of the bucket, and how many of them served a request; for a prefill the tokens
                of the bucket, and how many of them were prompt tokens
 width          tokens fed to a row: 1 and its drafts
 kind           index into `KINDS`
-device_us      microseconds between the events around it; NaN if unknown, as on a CPU. On an idle
-               stream it includes the launch's latency
+steps          decode steps of its launch
+discarded      tokens that were sampled and not given to requests, as these had ended
+device_us      microseconds between the events around its launch, divided by `steps`; NaN if
+               unknown, as on a CPU. On an idle stream it includes the launch's latency
 emitted        tokens given to requests
 drafted        drafts that were verified
 accepted       verified drafts that were right

@@ -35,7 +35,7 @@ LEAST_BEYOND = 2
 """Least number of values beyond a percentile: with fewer, draws repeat a single value."""
 LEAST_BLOCKS = 10
 COMPARABLE = (
-    *("numerics_id", "dtype", "max_batch", "speculative", "lookahead"),
+    *("numerics_id", "dtype", "max_batch", "speculative", "lookahead", "steps_per_launch"),
     *("tensor_parallel", "data_parallel", "pipeline_parallel"),
 )
 """Facts about the engine that two runs should share, besides device and source."""

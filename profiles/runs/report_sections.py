@@ -89,6 +89,11 @@ def facts(document: Document) -> list[Fact]:
     for name, meaning in ENGINE_FACTS.items():
         if engine.get(name) is not None:
             found.append(Fact(f"{name} {engine[name]}", name, meaning))
+    steps, discarded = engine.get("steps_per_launch"), document.get("discarded_tokens")
+    if steps not in (None, 1):
+        meaning = "decode steps that one launch runs in a row; tokens past an end are discarded"
+        text = f"steps_per_launch {steps}, {counted(discarded or 0, 'token')} discarded"
+        found.append(Fact(text, "steps_per_launch", meaning))
     for name in ("torch", "date"):
         if environment.get(name):
             found.append(Fact(f"{name} {environment[name]}"))

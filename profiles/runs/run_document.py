@@ -30,6 +30,7 @@ def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any
         "environment": _plain(run.environment),
         "engine": _plain(run.engine),
         "replays": len(run.replays),
+        "discarded_tokens": run.discarded,
         "ttft_ms": _first_tokens(run),
         "itl_ms": percentiles(run.gaps.milliseconds, independent=len(found)),
         "itl_basis": run.gap_basis,

@@ -170,6 +170,7 @@ class Run:
     gap_basis   the events between which `gaps` are measured
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
     dropped     replays that the recorder's ring had no room for
+    discarded   tokens that were sampled and not given to requests
     ranks       for an engine with several; None for one rank, and for a source that does not tell
     thread      None for a source that does not tell, such as recordings of earlier versions
     """
@@ -189,6 +190,7 @@ class Run:
     ranges: Mapping[str, Floats] | None = None
     activities: Activities | None = None
     dropped: int | None = None
+    discarded: int | None = None
     ranks: Ranks | None = None
     thread: ThreadUse | None = None
 
@@ -242,6 +244,7 @@ def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
         captures=None if captures is None else tuple(captures),
         requests=request_columns(requests),
         dropped=dropped,
+        discarded=int(integers(replays, "discarded").sum()),
         ranks=ranks_of(header.get("ranks"), replays),
         thread=thread_use(replays),
     )

@@ -16,7 +16,7 @@ LARGEST = 2**62
 MOST_RANKS = 65536
 COUNTS = (
     "recording", "step", "rows", "live", "prompt_tokens", "emitted", "drafted", "accepted",
-    "last_rank", "cpu_ns", "preempted", "yielded",
+    "last_rank", "cpu_ns", "preempted", "yielded", "steps", "discarded",
 )  # fmt: skip
 REQUEST_COUNTS = ("id", "prompt_tokens", "new_tokens", "pauses")
 REQUEST_TIMES = ("submitted", "first", "finished")

@@ -58,6 +58,7 @@ def info(options: argparse.Namespace) -> None:
         "prefill_cut": _prefill_cut(config, memory),
         "row_family": config.family,
         "lookahead": config.launched_ahead,
+        "steps_per_launch": config.steps_per_launch,
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),
