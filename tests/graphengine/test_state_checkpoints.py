@@ -81,6 +81,7 @@ MODES: dict[str, Callable[[Path], Any]] = {
         ("off", {"lookahead": 0, "session_states": 1}),
         ("off", {"session_states": 12, "session_blocks": 12}),
         ("ngram", {"session_states": 2}),
+        ("off", {"steps_per_launch": 3}),
         ("ngram", {"lookahead": 0}),
         ("dense", {}),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from checkpoints.adapters import write_adapter
@@ -106,3 +107,19 @@ def test_sessions_go_on_after_launches_of_several_steps(lookahead: int, stops: b
     with open_engine(**options, steps_per_launch=5) as engine:
         assert converse(engine, stop) == expected
         assert engine.counters["sessions/reused_tokens"] and launched(engine)
+
+
+def test_records_of_experts_are_those_of_launches_of_one_step(
+    expert_checkpoints: dict[str, Any],
+) -> None:
+    oracle, found = expert_checkpoints["moe-every-layer"], []
+    for steps in (1, 5):
+        with open_engine(
+            oracle.path, device="cpu", record_routing=True, steps_per_launch=steps
+        ) as engine:
+            params = [sampled(18, seed=seed) for seed in range(2)]
+            found.append(engine.generate(oracle.prompts((3, 40)), params))
+            assert (launched(engine) > 0) == (steps > 1)
+    for one, several in zip(*found, strict=True):
+        assert one.token_ids == several.token_ids
+        assert one.routing is not None and np.array_equal(one.routing, several.routing)

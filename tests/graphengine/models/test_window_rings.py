@@ -150,11 +150,14 @@ def test_a_paused_request_keeps_its_rings(windowed: dict[str, Any], device: str)
     with open_engine(oracle.path, device=device, window_rings=False) as engine:
         expected = [engine.generate(prompt, greedy(36)).token_ids for prompt in prompts]
     options = {"max_batch": 3, "max_seq_len": 88, "kv_blocks": 14, "swap_blocks": 60}
-    with open_engine(oracle.path, device=device, **options) as engine:
-        assert engine.memory.rings
-        results = engine.generate(prompts, greedy(36))
-        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
-    assert [result.token_ids for result in results] == expected
+    for steps in (1, 5):
+        with open_engine(oracle.path, device=device, **options, steps_per_launch=steps) as engine:
+            assert engine.memory.rings
+            results = engine.generate(prompts, greedy(36))
+            assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
+            several = [name for name in engine.counters if f"/x{steps}/" in name]
+            assert (len(several) > 0) == (steps > 1)
+        assert [result.token_ids for result in results] == expected
 
 
 @pytest.mark.parametrize(("name", "drafter"), [("all-5", "another"), (SOME, "ngram")])
