@@ -230,6 +230,15 @@ class Grammars:
         self._special: dict[str, int] = {}
         self._inside: Masks | None = None
 
+    @property
+    def tokenizer(self) -> LLTokenizer | None:
+        """llguidance's tokenizer; None before the first grammar."""
+        return self._tokenizer
+
+    def source(self, asked: StructuredOutputsParams) -> str:
+        """A grammar in llguidance's form. ValueError for an invalid one."""
+        return _source(asked, self._special)
+
     def guide(
         self, params: SamplingParams, tokenizer: Tokenizer | None, allowed: Masks | None
     ) -> Guide | None:
@@ -249,7 +258,7 @@ class Grammars:
         try:
             return Guide(
                 self._tokenizer,
-                _source(asked, self._special),
+                self.source(asked),
                 width=self._width,
                 words=-(-self._vocab_size // 32),
                 vocabulary=self._vocab_size,

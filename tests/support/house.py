@@ -26,8 +26,8 @@ PACKAGES = {
 ROOMS = (
     "paths", "options", "routing_record", "speculative", "speculative_text",
     "structured_outputs", "sampling_params", "engine_sizes", "rank_options", "config",
-    "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts",
-    "requests", "host",
+    "engine_options", "demo", "testing", "models", "text", "automata", "prompt_embeds",
+    "prompts", "requests", "host",
     "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "policies",
     "engine", "", "cli", "__main__",
 )  # fmt: skip
