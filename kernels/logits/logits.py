@@ -5,7 +5,8 @@
 Every live lane's logits go through these steps, in this order:
 
 1. Ids from `vocabulary` on become -inf: a padded vocabulary is never sampled past its end.
-2. Mask: ids whose bit is 0 become -inf.
+2. Mask: ids whose bit is 0 become -inf. The mask is the slot's own, or that of the state which its
+   automaton is in.
 3. Bad words: the last token of each word whose other tokens came just before becomes -inf.
 4. Bias: l + bias[id].
 5. Repetition: l > 0 ? l / r : l * r, for ids of the prompt or the output.
@@ -44,9 +45,16 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, ancestors_of, check_tree_lanes
 from graphengine.kernels.core.triton_versions import UNFUSED
+from graphengine.kernels.logits.automata import (
+    GrammarAutomata,
+    check_automata,
+    follow_reference,
+    mask_reference,
+)
 from graphengine.kernels.logits.logits_triton import (
     ALL_STEPS,
     COUNT_MASK,
+    USES_AUTOMATON,
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
@@ -105,6 +113,7 @@ def process_logits(
     steps: int = ALL_STEPS,
     raw_NV: torch.Tensor | None = None,
     wants: LogprobTensors | None = None,
+    automata: GrammarAutomata | None = None,
     pdl: bool = False,
 ) -> None:
     """Change the logits of each live lane in place; the module's docstring says how. One launch.
@@ -128,6 +137,8 @@ def process_logits(
             the raw logits, those below `vocabulary` are copied there first. Other lanes of it are
             left alone. Given together with `wants`.
         wants: indexed by slot; host-owned.
+        automata: what slots with USES_AUTOMATON follow; a lane's mask is that of the state after
+            its drafts. Only read, and older than the launch before. None: no slot has that flag.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`. `lanes` must be
             older than that one.
 
@@ -144,6 +155,7 @@ def process_logits(
         steps,
         raw_NV,
         wants,
+        automata,
     )
     _check(call)
     if not use_triton(logits_NV):
@@ -164,6 +176,7 @@ class _Call(NamedTuple):
     steps: int
     raw_NV: torch.Tensor | None
     wants: LogprobTensors | None
+    automata: GrammarAutomata | None
 
     @property
     def width(self) -> int:
@@ -183,6 +196,8 @@ def _check(call: _Call) -> None:
     if not 1 <= vocabulary <= columns:
         raise ValueError(f"vocabulary={vocabulary} is outside 1 .. {columns}, the logits' columns")
     slots = check_logits_tensors(call.tensors, vocabulary, width)
+    if call.automata is not None:
+        check_automata(call.automata, slots)
     if (raw_NV is None) != (wants is None):
         raise ValueError("raw_NV and wants are wanted together or not at all")
     if raw_NV is not None and wants is not None:
@@ -202,6 +217,7 @@ def _process(call: _Call, pdl: bool) -> None:
         raw,
         *call.lanes,
         tensors,
+        call.automata,
         *((None, None) if tree is None else tree[1:]),
         None if wants is None else wants.wanted,
         None if wants is None else wants.raw,
@@ -241,6 +257,7 @@ def process_logits_reference(
     steps: int = ALL_STEPS,
     raw_NV: torch.Tensor | None = None,
     wants: LogprobTensors | None = None,
+    automata: GrammarAutomata | None = None,
 ) -> None:
     """Plain twin of `process_logits`: one lane and one step after the other."""
     width = num_speculative_tokens + 1
@@ -256,7 +273,11 @@ def process_logits_reference(
         before = range(j) if tree is None else ancestors_of(tree, lane)
         fed = [tokens[lane - j + node] for node in before] + [tokens[lane]]
         if flags & (USES_MASK | USES_GRAMMAR):
-            _mask_reference(logits_V, tensors.bitmask[slot], j)
+            masks = tensors.bitmask[slot]
+            _mask_reference(logits_V, masks[j if len(masks) > 1 else 0])
+        if flags & USES_AUTOMATON and automata is not None:
+            state = follow_reference(automata, slot, int(automata.state[slot]), fed[1:])
+            _mask_reference(logits_V, mask_reference(automata, slot, state))
         if flags & USES_BAD_WORDS:
             start = int(tensors.bad_words_start[slot])
             context = tokens_from(start, tensors.history[slot], positions[lane] - len(before), fed)
@@ -280,8 +301,7 @@ def tokens_from(start: int, history_P: torch.Tensor, first: int, fed: list[int])
     return known + fed[max(start - first, 0) :]
 
 
-def _mask_reference(logits_V: torch.Tensor, bitmask_MW: torch.Tensor, j: int) -> None:
-    word = bitmask_MW[j if bitmask_MW.shape[0] > 1 else 0]
+def _mask_reference(logits_V: torch.Tensor, word: torch.Tensor) -> None:
     ids = torch.arange(logits_V.numel(), device=logits_V.device)
     allowed = (word[ids // 32] >> (ids % 32)) & 1 != 0
     logits_V.masked_fill_(~allowed & ~logits_V.isnan(), -torch.inf)

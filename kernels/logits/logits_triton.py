@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.logits.automata import follow, load_header, mask_offset
 
 # Bits of a slot's flags. Tensors that no bit asks for are not read.
 USES_MASK = 1
@@ -17,7 +18,8 @@ USES_BIAS = 4
 USES_REPETITION = 8
 USES_COUNTS = 16  # frequency and presence
 USES_GRAMMAR = 32  # a mask that changes with every token, instead of a fixed one
-ALL_STEPS = 63
+USES_AUTOMATON = 64  # the masks of an automaton, instead of those that the host makes
+ALL_STEPS = 127
 
 _MASK = tl.constexpr(USES_MASK)
 _BAD_WORDS = tl.constexpr(USES_BAD_WORDS)
@@ -25,6 +27,7 @@ _BIAS = tl.constexpr(USES_BIAS)
 _REPETITION = tl.constexpr(USES_REPETITION)
 _COUNTS = tl.constexpr(USES_COUNTS)
 _GRAMMAR = tl.constexpr(USES_GRAMMAR)
+_AUTOMATON = tl.constexpr(USES_AUTOMATON)
 
 # An entry of `counts`: this bit for the prompt, the others count how often the id was emitted.
 IN_PROMPT = -(1 << 31)
@@ -136,6 +139,41 @@ def _penalise(
 
 
 @triton.jit
+def _automaton_mask(
+    automata,
+    slot,
+    uses,
+    lane_token_ptr,
+    depth_ptr,
+    ancestor_ptr,
+    lane,
+    W: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Pointer to the mask of the slot's automaton after the lane's drafts, and whether it allows
+    anything. All that is read here is older than the launch before."""
+    region_ptr, vocabulary, classes, at_next, at_state = load_header(automata, slot, uses)
+    state = tl.load(automata.state + slot, mask=uses, other=0, cache_modifier=".cg")
+    j = lane % W
+    depth = j
+    if DEPTH > 0:
+        depth = tl.load(depth_ptr + lane, mask=uses, other=0, cache_modifier=".cg")
+    for k in tl.static_range(1, DEPTH + 1 if DEPTH > 0 else W):
+        # The lane that fed the k-th draft: an ancestor's, or at last the lane itself.
+        fed = uses & (k <= depth)
+        node = k
+        if DEPTH > 0:
+            ancestor = ancestor_ptr + lane * DEPTH + k
+            node = tl.load(ancestor, mask=fed & (k < depth), other=0, cache_modifier=".cg")
+            node = tl.where(k < depth, node, j)
+        draft_ptr = lane_token_ptr + lane - j + node
+        draft = tl.load(draft_ptr, mask=fed, other=-1, cache_modifier=".cg")
+        state = follow(region_ptr, vocabulary, classes, at_next, state, draft, fed)
+    offset = mask_offset(region_ptr, at_state, state, uses)
+    return region_ptr + offset, offset >= 0
+
+
+@triton.jit
 def process_kernel(
     logits_ptr,
     raw_ptr,
@@ -143,6 +181,7 @@ def process_kernel(
     lane_slot_ptr,
     lane_position_ptr,
     tensors,
+    automata,
     depth_ptr,
     ancestor_ptr,
     wanted_ptr,
@@ -181,6 +220,18 @@ def process_kernel(
     if raw_ptr is not None:
         wanted = tl.load(wanted_ptr + slot, mask=live, other=-1)
         copies = (wanted >= 0) & (tl.load(wants_raw_ptr + slot, mask=live, other=0) != 0)
+    if automata is not None:
+        automaton_mask_ptr, allows = _automaton_mask(
+            automata,
+            slot,
+            live & ((flags & _AUTOMATON) != 0),
+            lane_token_ptr,
+            depth_ptr,
+            ancestor_ptr,
+            lane,
+            W,
+            DEPTH,
+        )
     wait_for_inputs(PDL)
 
     first = tl.program_id(1) * BLOCK
@@ -212,6 +263,10 @@ def process_kernel(
         if (flags & (_MASK | _GRAMMAR)) != 0:
             mask = slot * masks + tl.where(masks > 1, j, 0)
             word = tl.load(tensors.bitmask + mask * words + (ids >> 5), mask=inside, other=0)
+            allowed = ((word >> (ids & 31)) & 1) != 0
+            logits = tl.where(allowed | (logits != logits), logits, float("-inf"))
+        if automata is not None and (flags & _AUTOMATON) != 0:
+            word = tl.load(automaton_mask_ptr + (ids >> 5), mask=inside & allows, other=0)
             allowed = ((word >> (ids & 31)) & 1) != 0
             logits = tl.where(allowed | (logits != logits), logits, float("-inf"))
         if (flags & (_REPETITION | _COUNTS)) != 0:

@@ -4,13 +4,16 @@
     decode    (model) -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens
 
 `process_logits` reads both tables, stop sequences only the history. The tables belong to a slot's
-state: they go along when its request pauses.
+state: they go along when its request pauses. So does the state of the slot's automaton, which
+follows the tokens that are noted.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, T lanes of a prompt chunk, V ids,
 P positions.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,14 +24,30 @@ from graphengine.kernels.core.lanes import check_lanes, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import check_steps
+from graphengine.kernels.logits.automata import (
+    GrammarAutomata,
+    check_automata,
+    follow,
+    follow_reference,
+    load_header,
+)
 from graphengine.kernels.logits.logits import check_noted
-from graphengine.kernels.logits.logits_triton import IN_PROMPT
+from graphengine.kernels.logits.logits_triton import IN_PROMPT, USES_AUTOMATON
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
+_AUTOMATON = tl.constexpr(USES_AUTOMATON)
 
 _BLOCK_V = 2048
 _BLOCK_T = 1024
+
+
+class FollowedAutomata(NamedTuple):
+    """What slots say, as their automata follow it."""
+
+    automata: GrammarAutomata
+    flags: torch.Tensor
+    """int32 [S], host-owned: `flags` of `LogitsTensors`, by which a slot has an automaton."""
 
 
 def note_tokens(
@@ -38,6 +57,7 @@ def note_tokens(
     counts_SV: torch.Tensor,
     history_SP: torch.Tensor,
     *,
+    followed: FollowedAutomata | None = None,
     pdl: bool = False,
 ) -> None:
     """Note what each row emitted, in place; one launch.
@@ -52,6 +72,7 @@ def note_tokens(
             the position after its first lane's.
         counts_SV: int32, dense rows; ids from V on are not counted.
         history_SP: int32, dense rows; tokens from position P on are dropped.
+        followed: automata whose states go on by the tokens, in place.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`. `lanes` must be
             older than that one.
 
@@ -59,8 +80,9 @@ def note_tokens(
     """
     N = check_steps(token_N, count_R, lanes)
     check_noted(counts_SV, history_SP, counts_SV.shape[0])
+    _check_followed(followed, counts_SV.shape[0])
     if not use_triton(counts_SV):
-        note_tokens_reference(token_N, count_R, lanes, counts_SV, history_SP)
+        note_tokens_reference(token_N, count_R, lanes, counts_SV, history_SP, followed)
         return
     rows = count_R.numel()
     launcher(_note_tokens_kernel, (rows,))(
@@ -70,6 +92,8 @@ def note_tokens(
         lanes.position,
         counts_SV,
         history_SP,
+        None if followed is None else followed.automata,
+        None if followed is None else followed.flags,
         counts_SV.stride(0),
         history_SP.stride(0),
         counts_SV.shape[1],
@@ -87,6 +111,7 @@ def note_tokens_reference(
     lanes: DecodeLanes,
     counts_SV: torch.Tensor,
     history_SP: torch.Tensor,
+    followed: FollowedAutomata | None = None,
 ) -> None:
     """Plain twin of `note_tokens`."""
     V, P = counts_SV.shape[1], history_SP.shape[1]
@@ -102,6 +127,15 @@ def note_tokens_reference(
                 counts_SV[slot, token] += 1
             if position + 1 + j < P:
                 history_SP[slot, position + 1 + j] = token
+        if followed is not None and int(followed.flags[slot]) & USES_AUTOMATON:
+            automata, said = followed.automata, tokens[row * W : row * W + min(count, W)]
+            automata.state[slot] = follow_reference(automata, slot, int(automata.state[slot]), said)
+
+
+def _check_followed(followed: FollowedAutomata | None, slots: int) -> None:
+    if followed is not None:
+        check_automata(followed.automata, slots)
+        check_lanes(slots, flags=followed.flags)
 
 
 def note_prompt(
@@ -109,16 +143,17 @@ def note_prompt(
     counts_SV: torch.Tensor,
     history_SP: torch.Tensor,
     *,
+    followed: FollowedAutomata | None = None,
     pdl: bool = False,
 ) -> None:
     """Note a prompt chunk, in place: its ids are marked, its tokens written; one launch.
 
     A chunk whose first token is at position 0 begins a request: the slot's counts are cleared
-    first. What is in history past the chunk stays, and is never read.
+    first, and its automaton begins. What is in history past the chunk stays, and is never read.
 
     Args:
         chunk: the chunk's lanes, the live ones first, of one slot and consecutive positions.
-        counts_SV, history_SP: as in `note_tokens`.
+        counts_SV, history_SP, followed: as in `note_tokens`.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
@@ -126,8 +161,9 @@ def note_prompt(
     tokens = chunk.slot.numel()
     check_lanes(tokens, token=chunk.token, slot=chunk.slot, position=chunk.position)
     check_noted(counts_SV, history_SP, counts_SV.shape[0])
+    _check_followed(followed, counts_SV.shape[0])
     if not use_triton(counts_SV):
-        note_prompt_reference(chunk, counts_SV, history_SP)
+        note_prompt_reference(chunk, counts_SV, history_SP, followed)
         return
     if not tokens:
         return
@@ -141,6 +177,7 @@ def note_prompt(
         chunk.position,
         counts_SV,
         history_SP,
+        None if followed is None else followed.automata.state,
         tokens,
         counts_SV.stride(0),
         history_SP.stride(0),
@@ -153,7 +190,10 @@ def note_prompt(
 
 
 def note_prompt_reference(
-    chunk: PrefillLanes, counts_SV: torch.Tensor, history_SP: torch.Tensor
+    chunk: PrefillLanes,
+    counts_SV: torch.Tensor,
+    history_SP: torch.Tensor,
+    followed: FollowedAutomata | None = None,
 ) -> None:
     """Plain twin of `note_prompt`."""
     live = live_lanes(chunk.slot)
@@ -162,6 +202,8 @@ def note_prompt_reference(
     slot, tokens, positions = int(chunk.slot[0]), chunk.token[live], chunk.position[live].long()
     if positions[0] == 0:
         counts_SV[slot] = 0
+        if followed is not None:
+            followed.automata.state[slot] = 0
     inside = (tokens >= 0) & (tokens < counts_SV.shape[1])
     counts_SV[slot, tokens[inside].long()] |= IN_PROMPT
     kept = positions < history_SP.shape[1]
@@ -176,6 +218,8 @@ def _note_tokens_kernel(
     position_ptr,
     counts_ptr,
     history_ptr,
+    automata,
+    flags_ptr,
     counts_stride,
     history_stride,
     vocabulary,
@@ -189,6 +233,10 @@ def _note_tokens_kernel(
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg").to(tl.int64)
     live = slot >= 0
     position = tl.load(position_ptr + row * W, mask=live, other=0, cache_modifier=".cg")
+    if automata is not None:
+        flags = tl.load(flags_ptr + slot, mask=live, other=0)
+        uses = live & ((flags & _AUTOMATON) != 0)
+        region_ptr, ids, classes, at_next, _ = load_header(automata, slot, uses)
     wait_for_inputs(PDL)
 
     count = tl.load(count_ptr + row, mask=live, other=0)
@@ -202,6 +250,15 @@ def _note_tokens_kernel(
     # A row may have emitted a token twice.
     counted = emitted & (token >= 0) & (token < vocabulary)
     tl.atomic_add(counts_ptr + slot * counts_stride + token, 1, mask=counted, sem="relaxed")
+    if automata is not None:
+        state = tl.load(automata.state + slot, mask=uses, other=0, cache_modifier=".cg")
+        for k in tl.static_range(W):
+            said = uses & (k < count)
+            next_token = tl.load(token_ptr + row * W + k, mask=said, other=-1)
+            state = follow(region_ptr, ids, classes, at_next, state, next_token, said)
+        # Every warp has read the state before one of them overwrites it.
+        tl.debug_barrier()
+        tl.store(automata.state + slot, state, mask=uses)
 
 
 @triton.jit
@@ -211,6 +268,7 @@ def _note_prompt_kernel(
     position_ptr,
     counts_ptr,
     history_ptr,
+    state_ptr,
     tokens,
     counts_stride,
     history_stride,
@@ -232,6 +290,8 @@ def _note_prompt_kernel(
         if tl.load(position_ptr) == 0:
             ids = first + tl.arange(0, BLOCK_V)
             tl.store(counts_ptr + ids, tl.zeros([BLOCK_V], tl.int32), mask=ids < vocabulary)
+            if state_ptr is not None:
+                tl.store(state_ptr + slot, 0, mask=part == 0)
             # The threads that mark an entry are not those that cleared it.
             tl.debug_barrier()
         for start in range(0, tokens, BLOCK_T):
