@@ -308,8 +308,8 @@ class EngineConfig(RankOptions):
         None,
         within(0, 2),
         doc="""launches made before the oldest one is collected, 0 to 2. It is 0 while a request
-        with a grammar holds a slot; UserProvided and SaveHiddenStates always set it to 0; None: 1
-        on a GPU or with pipeline_parallel, else 0""",
+        whose grammar the host follows holds a slot; UserProvided and SaveHiddenStates always set it
+        to 0; None: 1 on a GPU or with pipeline_parallel, else 0""",
         flag=Flag(),
     )
     steps_per_launch: int = option(
@@ -339,9 +339,7 @@ class EngineConfig(RankOptions):
         more is refused with `QueueFull`; None: no limit""",
     )
     max_stop_ids: int = option(
-        16,
-        within(1, 1024),
-        doc="most EOS and stop token ids of a request, up to 1,024",
+        16, within(1, 1024), doc="most EOS and stop token ids of a request, up to 1,024"
     )
     max_logit_bias: int = option(300, within(1, 4096), doc="most ids in a request's logit_bias")
     max_bad_words: int = option(
@@ -366,6 +364,9 @@ class EngineConfig(RankOptions):
         False,
         doc="""requests with `prompt_logprobs` may also have the log-probabilities of the whole
         vocabulary, written to memory that `submit` gets as `prompt_logprobs_out`""",
+    )
+    grammar_pool_mib: int = option(
+        0, within(0, 4096), doc="MiB for grammars that the device follows; 0: none", flag=Flag()
     )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",

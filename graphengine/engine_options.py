@@ -190,9 +190,9 @@ class EngineOptions(TypedDict, total=False):
     """
 
     lookahead: int | None
-    """launches made before the oldest one is collected, 0 to 2. It is 0 while a request with a
-    grammar holds a slot; UserProvided and SaveHiddenStates always set it to 0; None: 1 on a GPU
-    or with pipeline_parallel, else 0
+    """launches made before the oldest one is collected, 0 to 2. It is 0 while a request whose
+    grammar the host follows holds a slot; UserProvided and SaveHiddenStates always set it to 0;
+    None: 1 on a GPU or with pipeline_parallel, else 0
     """
 
     steps_per_launch: int
@@ -245,6 +245,9 @@ class EngineOptions(TypedDict, total=False):
     """requests with `prompt_logprobs` may also have the log-probabilities of the whole vocabulary,
     written to memory that `submit` gets as `prompt_logprobs_out`
     """
+
+    grammar_pool_mib: int
+    """MiB for grammars that the device follows; 0: none"""
 
     logprobs_mode: LogprobsMode
     """logits that log-probabilities are computed from, unless a request says otherwise:

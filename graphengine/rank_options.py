@@ -15,6 +15,7 @@ class RankOptions(EngineSizes):
     __slots__ = ()
 
     expert_parallel: bool
+    grammar_pool_mib: int
     kv_dtype: str
     max_prefill_ms_per_step: float | None
     prompt_embeds: bool
@@ -27,6 +28,11 @@ class RankOptions(EngineSizes):
             # The other ranks are processes that the caller's memory is not in.
             raise ValueError(
                 f"prompt_logprobs_out=True is for an engine of one rank, not for "
+                f"{self.ranks_option}"
+            )
+        if self.grammar_pool_mib and self.ranks > 1:
+            raise ValueError(
+                f"grammar_pool_mib={self.grammar_pool_mib} is for an engine of one rank, not for "
                 f"{self.ranks_option}"
             )
         if self.pipeline_parallel > 1:

@@ -210,18 +210,29 @@ def check_automaton(
     """Unsupported unless llguidance's masks are the automaton's: in each of its states, and after
     `steps` steps more, which lead to states that were reached on other ways.
     """
-    from llguidance import LLMatcher
-
-    _Check(automaton, LLMatcher(tokenizer, source, log_level=0), steps, random.Random(seed)).run()
+    _Check(automaton, tokenizer, source, steps, random.Random(seed)).run()
 
 
 class _Check:
-    """Visits all states depth first, so that llguidance's matcher follows by single tokens."""
+    """Visits all states depth first, so that llguidance's matcher follows by single tokens.
+
+    A matcher that was rolled back does not always have the masks of a new one, which are the ones
+    that count: where they differ, a new one takes over.
+    """
 
     def __init__(
-        self, automaton: TokenAutomaton, matcher: LLMatcher, steps: int, dice: random.Random
+        self,
+        automaton: TokenAutomaton,
+        tokenizer: LLTokenizer,
+        source: str,
+        steps: int,
+        dice: random.Random,
     ) -> None:
-        self._automaton, self._matcher, self._steps, self._dice = automaton, matcher, steps, dice
+        self._automaton, self._steps, self._dice = automaton, steps, dice
+        self._tokenizer, self._source = tokenizer, source
+        # The tokens that lead to the current state.
+        self._path: list[int] = []
+        self._matcher = self._new_matcher()
         self._mask: Masks = np.zeros(automaton.masks.shape[1], dtype=np.int32)
         order = np.argsort(automaton.class_of_token, kind="stable")
         ends = np.cumsum(np.bincount(automaton.class_of_token))
@@ -242,7 +253,7 @@ class _Check:
             if not classes:
                 stack.pop()
                 if stack:
-                    self._matcher.rollback(1)
+                    self._back()
                 continue
             each = classes.pop()
             after = int(automaton.next_state[state, each])
@@ -252,7 +263,7 @@ class _Check:
             self._step(state, each)
             self._compare(after)
             if seen[after]:
-                self._matcher.rollback(1)
+                self._back()
             else:
                 seen[after] = True
                 stack.append((after, self._classes_from(after)))
@@ -264,23 +275,46 @@ class _Check:
     def _step(self, state: int, each: int) -> None:
         tokens = self._tokens[each]
         token = int(tokens[self._dice.randrange(len(tokens))])
-        if not self._matcher.try_consume_tokens([token]):
+        taken = bool(self._matcher.try_consume_tokens([token]))
+        self._path.append(token)
+        if not taken:
+            self._matcher = self._new_matcher()
+        if self._matcher.is_error():
             raise Unsupported(f"llguidance refuses token {token} in state {state} of its automaton")
+
+    def _back(self) -> None:
+        self._path.pop()
+        self._matcher.rollback(1)
+
+    def _new_matcher(self) -> LLMatcher:
+        """A matcher that has followed the path."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, self._source, log_level=0)
+        matcher.consume_tokens(self._path)
+        return matcher
 
     def _compare(self, state: int) -> None:
         """Compare llguidance's mask with the state's."""
+        if not self._differs(state):
+            return
+        self._matcher = self._new_matcher()
+        if wrong := self._differs(state):
+            raise Unsupported(
+                f"llguidance's mask differs from its automaton's by {wrong} tokens in state "
+                f"{state} of {self._automaton.states}"
+            )
+
+    def _differs(self, state: int) -> int:
+        """By how many tokens the matcher's mask differs; the end of an output counts as one."""
         matcher, mask = self._matcher, self._mask
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise Unsupported("llguidance fails where its automaton does not")
-        if matcher.is_stopped():
+        stopped = bool(matcher.is_stopped())
+        if stopped:
             # Only computing the mask may show that nothing more can follow.
             mask[:] = 0
-        wrong = mask ^ self._automaton.mask(state)
-        if wrong.any() or matcher.is_stopped() != bool(self._automaton.ended[state]):
-            bits = np.unpackbits(wrong.view(np.uint8))
-            raise Unsupported(
-                f"llguidance's mask differs from its automaton's by {int(bits.sum())} tokens in "
-                f"state {state} of {self._automaton.states}"
-            )
+        wrong = np.unpackbits((mask ^ self._automaton.mask(state)).view(np.uint8))
+        return int(wrong.sum()) + (stopped != bool(self._automaton.ended[state]))

@@ -93,6 +93,7 @@ ENGINE_GROUPS: Groups = {
         "prompt_logprobs_out",
         "prompt_embeds",
         "record_routing",
+        "grammar_pool_mib",
         "logprobs_mode",
         "max_logprobs",
         "max_stop_ids",

@@ -140,6 +140,7 @@ class EngineCore:
             device=runtime.caches[0][0].device,
             cancelled=self.delivery.cancelled,
             defaults=defaults,
+            grammar_pool=runtime.grammar_pool,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
         self.launches = 0
@@ -228,6 +229,7 @@ class EngineCore:
     def queue(self, request: Request) -> None:
         """Queue a request that the intake made."""
         self.scheduler.submit(request)
+        self.intake.place_grammar(request, self.counters)
         if request.job.prompt_rows is not None:
             self.runtime.wait_for_caller()
         if request.job.deadline is not None:
@@ -249,8 +251,7 @@ class EngineCore:
         self.intake.force(request, token_id, unfinished=self._has(request), ahead=ahead)
 
     def _has(self, request: Request) -> bool:
-        scheduler = self.scheduler
-        return any(request is each for each in (*scheduler.active, *scheduler.waiting))
+        return any(request is each for each in (*self.scheduler.active, *self.scheduler.waiting))
 
     @property
     def busy(self) -> bool:

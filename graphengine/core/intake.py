@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
@@ -11,6 +13,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from graphengine.automata.token_automaton import TokenAutomaton
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.models.contract import ModelConfig
@@ -26,6 +29,7 @@ from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
 from graphengine.requests.frames import read_frame_params
+from graphengine.requests.grammar_pool import DeviceGuide, GrammarPool
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
@@ -41,6 +45,8 @@ from graphengine.requests.stop_tokens import Stops
 from graphengine.routing_record import Ids
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
+
+log = logging.getLogger(__name__)
 
 SEEDS = 2**63
 """Seeds are below this."""
@@ -84,6 +90,7 @@ class Intake:
     device        the engine's, with its number
     cancelled     the list that requests add themselves to when they are cancelled
     defaults      sampling options of requests that have no parameters; None: the usual ones
+    grammar_pool  the pool on the device for automata of grammars; None: there is none
 
     `tokenizer` may be set to None: requests made from then on have no text.
     """
@@ -105,6 +112,7 @@ class Intake:
         cancelled: list[Request],
         device: torch.device,
         defaults: Mapping[str, Any] | None = None,
+        grammar_pool: GrammarPool | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.usual_params = SamplingParams(**(defaults or {}))
@@ -129,8 +137,12 @@ class Intake:
         self._cancelled = cancelled
         self._seeds = random.Random(config.seed)
         self._grammars = Grammars(
-            width=memory.tokens_per_step, vocab_size=vocab_size, eos_ids=eos_ids
+            width=memory.tokens_per_step,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+            pool_bytes=config.grammar_pool_mib * 2**20,
         )
+        self._grammar_pool = grammar_pool
 
     def prompt(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
         """The prompt's tokens; ValueError for a prompt that cannot be served."""
@@ -352,6 +364,31 @@ class Intake:
             )
         assert processing is not None, "a grammar has a mask"
         return self._grammars.guide(params, self.tokenizer, processing.mask)
+
+    def place_grammar(self, request: Request, counters: Counter[str]) -> None:
+        """Have the device follow a queued request's grammar, if its automaton fits the pool.
+
+        Otherwise the host makes its masks, and the guide says why.
+        """
+        pool, job = self._grammar_pool, request.job
+        guide = job.guide
+        if pool is None or not isinstance(guide, Guide):
+            return
+        compiled, processing = guide.compiled, job.processing
+        assert processing is not None, "a grammar has a mask"
+        if compiled is not None and isinstance(compiled.outcome, TokenAutomaton):
+            start = pool.take(compiled.digest, compiled.outcome)
+            if start is not None:
+                job.guide = DeviceGuide(compiled.outcome, pool, compiled.digest)
+                job.processing = processing.with_automaton(start)
+                counters["guided/device"] += 1
+                return
+            guide.reason = (
+                f"its automaton takes {compiled.outcome.nbytes} bytes, and {4 * pool.used_words} "
+                f"of the pool's {4 * pool.words} are in use"
+            )
+        counters["guided/host"] += 1
+        log.info("request %d: the host follows its grammar: %s", request.id, guide.reason)
 
     def _check_forcible(self, params: SamplingParams) -> None:
         """ValueError for options that could contradict a token that a caller forces."""

@@ -97,6 +97,7 @@ class Runtime(SlotOperations, Waits):
     codes         codes of frames; None where a step emits tokens
     program       the captured steps
     adapters      slots of adapters; None: there are none
+    grammar_pool  the pool for automata of grammars; None: there is none
     cache_memory  the memory of all KV caches, if the engine can release it
     plans         the plan of each linear; `plan_sources` says where each came from
     graphs        graphs by key; `replaced` substitutes others
@@ -137,7 +138,7 @@ class Runtime(SlotOperations, Waits):
             self.codes = held.codes
         self.caches, self.program = held.caches, held.program
         self.state_checkpoints = held.state_checkpoints
-        self.adapters = held.adapters
+        self.adapters, self.grammar_pool = held.adapters, held.grammar_pool
         if held.cache_memory is not None:
             self.cache_memory = held.cache_memory
         self.stream = held.stream

@@ -25,6 +25,7 @@ from graphengine.buckets import LaneUpdate, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
 from graphengine.host.step_plan import Plan
 from graphengine.kernels.logits.logits_triton import USES_GRAMMAR, USES_MASK
+from graphengine.requests.grammars import Guide
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 
@@ -75,7 +76,7 @@ class MaskTable:
             changed += [slot for slot, held in enumerate(slots) if self._hold(slot, held)]
         for request in plan.rows:
             guide = request.job.guide
-            if guide is not None:
+            if isinstance(guide, Guide):
                 if plan.width > 1:
                     drafts, parents = self._drafts_of(request)
                     guide.follow(drafts[: plan.width - 1], parents)
@@ -123,8 +124,9 @@ class MaskTable:
         self._forced.discard(slot)
         masks_WV = self._table[slot]
         masks_WV[:] = -1
-        if request is not None and request.job.guide is not None:
-            masks_WV[:] = request.job.guide.masks
+        guide = None if request is None else request.job.guide
+        if isinstance(guide, Guide):
+            masks_WV[:] = guide.masks
         elif processing is not None and processing.mask is not None:
             masks_WV[:, : processing.mask.size] = processing.mask
         return True

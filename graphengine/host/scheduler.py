@@ -48,7 +48,6 @@ from graphengine.host.rings import WindowRing, WindowRings
 from graphengine.host.step_plan import NOTHING, Changes, Plan, PrefillChunk, count_launch
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.options.prefill_cut import PrefillCut
-from graphengine.prompt_embeds import NO_EMBEDS
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, Request
@@ -84,9 +83,9 @@ class Scheduler:
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
-    While a request with a grammar, or whose caller may force tokens, holds a slot, its tokens must
-    be read before its next step can be launched: `guided` counts such requests, and `lookahead` is
-    0 while there are any.
+    While a request whose grammar the host follows, or whose caller may force tokens, holds a slot,
+    its tokens must be read before its next step can be launched: `guided` counts such requests, and
+    `lookahead` is 0 while there are any.
     `moves` notes which requests were paused, resumed and finished; its reader clears it.
     """
 
@@ -521,7 +520,7 @@ class Scheduler:
             self._count_guided(job, 1)
 
     def _count_guided(self, job: Job, change: int) -> None:
-        if job.guide is not None or job.forcible:
+        if job.guided:
             self.guided += change
             self.lookahead = 0 if self.guided else self._usual_lookahead
 
@@ -595,6 +594,4 @@ class Scheduler:
 def finish(request: Request) -> None:
     """Note the end of a request that no longer holds anything."""
     request.phase = Phase.FINISHED
-    request.job.block_keys = None
-    # A finished request's handle may live long, and these are large.
-    request.job.embeds = NO_EMBEDS
+    request.job.end()

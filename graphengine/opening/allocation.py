@@ -64,6 +64,8 @@ from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
 from graphengine.program.stages import StageFlow, StageGroup
 from graphengine.program.step import StepProgram
+from graphengine.requests.grammar_pool import GrammarPool
+from graphengine.requests.processing import AUTOMATON_TABLES, grammar_automata
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class Allocation:
     state_checkpoints
              places for the states of recurrent layers
     adapters slots of adapters; None: there are none
+    grammar_pool
+             the pool for automata of grammars; None: there is none
     cache_memory  the memory of all KV caches, if the engine can release it
     stream   the stream of all replays and copies; None on a CPU
     """
@@ -97,6 +101,7 @@ class Allocation:
     state_checkpoints: StateCheckpointTensors
     program: StepProgram
     adapters: AdapterTable | None
+    grammar_pool: GrammarPool | None
     cache_memory: ReleasableMemory | None
     stream: torch.cuda.Stream | None
 
@@ -153,6 +158,9 @@ def allocate(
         ),
         program=program,
         adapters=adapters,
+        grammar_pool=(
+            GrammarPool(buffers[AUTOMATON_TABLES], stream) if config.grammar_pool_mib else None
+        ),
         cache_memory=cache_memory,
         stream=stream,
     )
@@ -292,6 +300,7 @@ def _logits_step(config: EngineConfig, buffers: StaticBuffers, logprobs: Logprob
         top=config.max_logprobs,
         mode=config.logprobs_mode,
         rows=buffers[PROMPT_ROWS] if config.prompt_logprobs_out else None,
+        automata=grammar_automata(buffers) if config.grammar_pool_mib else None,
     )
 
 

@@ -19,6 +19,7 @@ from graphengine.kernels.core.tree import TreeLanes
 from graphengine.kernels.linear.call import MAX_LANES, LinearCall
 from graphengine.kernels.linear.epilogues import StoreLogits
 from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.logits.automata import GrammarAutomata
 from graphengine.kernels.logits.logits import process_logits
 from graphengine.kernels.logits.logprobs import (
     LogprobTensors,
@@ -31,7 +32,7 @@ from graphengine.kernels.logits.logprobs_mailbox import publish_logprobs
 from graphengine.kernels.logits.sampled_logits import write_sampled_logits
 from graphengine.kernels.logits.whole_vocabulary import write_prompt_rows
 from graphengine.kernels.sample.candidates import SamplingTensors
-from graphengine.kernels.step.noted import note_prompt, note_tokens
+from graphengine.kernels.step.noted import FollowedAutomata, note_prompt, note_tokens
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, StopSequences
 from graphengine.kernels.step.walk import AcceptedPath
 from graphengine.models.contract import Model
@@ -66,6 +67,7 @@ class LogitsStep:
     mode      the engine's `logprobs_mode`: which logits are kept for log-probabilities
     rows      int64 [2]: where a prompt's log-probabilities of the whole vocabulary go; None: no
               request may ask for them
+    automata  automata of requests' grammars; None: there is no pool for them
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LogitsStep:
         top: int,
         mode: LogprobsMode,
         rows: Tensor | None = None,
+        automata: GrammarAutomata | None = None,
     ) -> None:
         def fields(names: tuple[str, ...]) -> list[Tensor]:
             return [buffers[_FIELDS.get(name, name)] for name in names]
@@ -89,6 +92,10 @@ class LogitsStep:
         self._mailbox = mailbox
         self._prompt_mailbox = prompt_mailbox
         self._rows = rows
+        self._automata = automata
+        self._followed = None
+        if automata is not None:
+            self._followed = FollowedAutomata(automata, self._tensors.flags)
         self._sequence = buffers["sequence"]
         self._top = top
         self._keep_raw = mode != "processed_logprobs"
@@ -104,7 +111,7 @@ class LogitsStep:
 
     def note_prompt(self, chunk: PrefillLanes) -> None:
         """Note a prompt chunk, before its last lane's logits are processed."""
-        note_prompt(chunk, self._tensors.counts, self.history)
+        note_prompt(chunk, self._tensors.counts, self.history, followed=self._followed)
 
     def process(
         self,
@@ -125,6 +132,7 @@ class LogitsStep:
             tree=tree,
             raw_NV=raw,
             wants=None if raw is None else self._wants,
+            automata=self._automata,
             pdl=pdl,
         )
         return Processed(logits, raw, lanes)
@@ -172,7 +180,8 @@ class LogitsStep:
             top=self._top,
             pdl=pdl,
         )
-        note_tokens(token, count, lanes, self._tensors.counts, self.history, pdl=pdl)
+        tables = (self._tensors.counts, self.history)
+        note_tokens(token, count, lanes, *tables, followed=self._followed, pdl=pdl)
 
     def report_prompt(
         self,

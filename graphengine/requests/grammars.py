@@ -1,4 +1,5 @@
-"""Grammars decide which tokens a request may sample next, through `llguidance` on the host.
+"""Grammars decide which tokens a request may sample next, through `llguidance` on the host. Those
+that have automata may move to the device afterwards (`grammar_pool.py`).
 
 A grammar is compiled when its request is submitted. A request has W masks, one for each lane of its
 row. Mask 0 is for the next token; mask j is for the token after drafts 1 .. j, or in a tree for the
@@ -20,11 +21,14 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graphengine.automata.compiling import AutomatonLimits, Compiler, without_forcing
+from graphengine.automata.patterns import Unsupported
+from graphengine.requests.grammar_pool import MAX_GRAMMAR_STATES, CompiledGrammar
 from graphengine.requests.result import FinishReason
 from graphengine.requests.schemas import for_llguidance, read_number
 from graphengine.sampling_params import SamplingParams
@@ -51,6 +55,8 @@ _LARK_NAME = re.compile(
 class Guide:
     """The state of a request's output in its grammar.
 
+    compiled  the grammar's automaton, or why it has none; None where nobody asked for one
+    reason    why the host follows the grammar, and not the device
     masks  int32 [W, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 if the id is allowed.
            They are the next step's once `take` and `follow` have run, and valid until these run
            again
@@ -65,9 +71,13 @@ class Guide:
         "_said",
         "_tokenizer",
         "_vocabulary",
+        "compiled",
         "masks",
         "matcher",
+        "reason",
     )
+
+    where: ClassVar[str] = "host"
 
     def __init__(
         self,
@@ -89,6 +99,8 @@ class Guide:
         and for one that fails after a first token.
         """
         self._tokenizer, self._grammar = tokenizer, grammar
+        self.compiled: CompiledGrammar | None = None
+        self.reason = "the engine has no grammar_pool_mib"
         self._vocabulary = vocabulary
         self._allowed: Masks | None = None
         if allowed is not None:
@@ -121,6 +133,9 @@ class Guide:
         from llguidance import LLMatcher
 
         return LLMatcher(self._tokenizer, self._grammar, log_level=0)
+
+    def release(self) -> None:
+        """Called once the request has ended; nothing is shared with others."""
 
     def take(self, tokens: Sequence[int], *, more: bool = True) -> tuple[int, FinishReason | None]:
         """Follow the tokens that a step emitted, and make mask 0 unless the step is the last (not
@@ -219,9 +234,12 @@ class Grammars:
     width       W
     vocab_size  V
     eos_ids     tokens that end a complete output
+    pool_bytes  bytes of the pool for automata; 0: none are made
     """
 
-    def __init__(self, *, width: int, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, *, width: int, vocab_size: int, eos_ids: Sequence[int], pool_bytes: int = 0
+    ) -> None:
         self._width = width
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
@@ -229,6 +247,8 @@ class Grammars:
         # Special tokens, by the names that a Lark grammar may use.
         self._special: dict[str, int] = {}
         self._inside: Masks | None = None
+        self._pool_bytes = pool_bytes
+        self._compiler: Compiler | None = None
 
     @property
     def tokenizer(self) -> LLTokenizer | None:
@@ -238,6 +258,35 @@ class Grammars:
     def source(self, asked: StructuredOutputsParams) -> str:
         """A grammar in llguidance's form. ValueError for an invalid one."""
         return _source(asked, self._special)
+
+    def _guided_by(self, asked: StructuredOutputsParams, source: str) -> str:
+        """The form in which a request's matcher has its grammar.
+
+        Beside automata, whose masks depend on the text alone, all others do, too.
+        """
+        return without_forcing(source) if self._pool_bytes and asked.grammar is None else source
+
+    def _compile(
+        self, guide: Guide, asked: StructuredOutputsParams, source: str, allowed: Masks | None
+    ) -> None:
+        """Have the grammar's automaton made, and the reason noted if it has none."""
+        if not self._pool_bytes or self._tokenizer is None:
+            return
+        if allowed is not None or self._inside is not None:
+            what = (
+                "allowed_token_ids" if allowed is not None else "end-of-sequence ids that are text"
+            )
+            guide.reason = f"there are {what} beside it"
+            return
+        if self._compiler is None:
+            limits = AutomatonLimits(states=MAX_GRAMMAR_STATES, nbytes=self._pool_bytes)
+            self._compiler = Compiler(
+                self._tokenizer, size=self._vocab_size, eos_ids=self._eos_ids, limits=limits
+            )
+        outcome = self._compiler.compile(asked, source)
+        guide.compiled = CompiledGrammar(self._compiler.digest(source), outcome)
+        if isinstance(outcome, Unsupported):
+            guide.reason = str(outcome)
 
     def guide(
         self, params: SamplingParams, tokenizer: Tokenizer | None, allowed: Masks | None
@@ -256,9 +305,10 @@ class Grammars:
             self._tokenizer = self._make_tokenizer(tokenizer)
             self._inside = self._make_inside(self._tokenizer)
         try:
-            return Guide(
+            source = self.source(asked)
+            guide = Guide(
                 self._tokenizer,
-                self.source(asked),
+                self._guided_by(asked, source),
                 width=self._width,
                 words=-(-self._vocab_size // 32),
                 vocabulary=self._vocab_size,
@@ -268,6 +318,8 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             beside = "" if allowed is None else ", with allowed_token_ids beside it"
             raise ValueError(f"{_shown(asked)} cannot be served{beside}: {error}") from error
+        self._compile(guide, asked, source, allowed)
+        return guide
 
     def _check(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:

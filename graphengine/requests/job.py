@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from graphengine.requests.adapters import LoadedAdapter
     from graphengine.requests.context import Context, HeldRing, SharedPrompt, StateCheckpoint
+    from graphengine.requests.grammar_pool import DeviceGuide
     from graphengine.requests.grammars import Guide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
@@ -135,7 +136,7 @@ class Job:
     given_routes: Ids | None = None
     scores: bool = False
     stream: TextStream | None = None
-    guide: Guide | None = None
+    guide: Guide | DeviceGuide | None = None
     forcible: bool = False
     forced: int | None = None
     drafts: CallerDrafts = NO_DRAFTS
@@ -154,6 +155,18 @@ class Job:
         """The placement of a request that holds a slot."""
         assert self.placement is not None, f"a request of {self.prompt_len=} holds no slot"
         return self.placement
+
+    def end(self) -> None:
+        """Give back what a finished request no longer uses: its handle may live long."""
+        self.block_keys = None
+        self.embeds = NO_EMBEDS
+        if self.guide is not None:
+            self.guide.release()
+
+    @property
+    def guided(self) -> bool:
+        """Whether the host must read each of its tokens before it launches the next step."""
+        return self.forcible or (self.guide is not None and self.guide.where == "host")
 
     @property
     def can_sample(self) -> bool:

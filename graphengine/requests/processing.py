@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import Field, StaticBuffers
 from graphengine.config import EngineConfig
+from graphengine.kernels.logits.automata import GrammarAutomata
 from graphengine.kernels.logits.logits import LogitsTensors
 from graphengine.kernels.logits.logits_triton import (
+    USES_AUTOMATON,
     USES_BAD_WORDS,
     USES_BIAS,
     USES_GRAMMAR,
@@ -41,6 +43,10 @@ MASKS = "masks"
 """Group of `allowed_bits`, which a step with a grammar copies again."""
 
 
+AUTOMATON_TABLES, AUTOMATON_STATE = "grammar_tables", "grammar_state"
+AUTOMATON_START = "grammar_start"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processing:
     """A slot's values for the fields of `processing_fields`, by name; None stands for padding.
@@ -53,6 +59,15 @@ class Processing:
     flags: int
     values: dict[str, Any]
     mask: NDArray[np.int32] | None = None
+
+    def with_automaton(self, start: int) -> Processing:
+        """These options, with the masks of an automaton in place of those that the host makes.
+
+        start  where the automaton's region of the pool starts
+        """
+        flags = self.flags & ~USES_GRAMMAR | USES_AUTOMATON
+        values = self.values | {"logits_flags": flags, AUTOMATON_START: start}
+        return replace(self, flags=flags, values=values)
 
 
 def make_processing(
@@ -201,6 +216,7 @@ def processing_fields(
     sequences = (config.max_stop_sequences, config.max_stop_sequence_tokens)
     noted: dict[str, Any] = {"dtype": int32, "owner": "device"}
     return [
+        *(_automaton_fields(config) if config.grammar_pool_mib else ()),
         ids("logits_flags", S, pad=0, meaning="which of these change logits; 0 for none"),
         *(
             host(name, S, dtype=field.dtype, pad=field.pad, meaning=field.meaning)
@@ -243,6 +259,34 @@ def processing_fields(
     ]
 
 
+def _automaton_fields(config: EngineConfig) -> list[Field]:
+    """The pool of automata, and where the slots are in theirs."""
+    S, int32 = config.max_batch, torch.int32
+    device: dict[str, Any] = {"dtype": int32, "owner": "device"}
+    return [
+        Field(
+            name=AUTOMATON_TABLES,
+            shape=(config.grammar_pool_mib * 2**18,),
+            meaning="tables of grammars' automata, region after region",
+            **device,
+        ),
+        Field(
+            name=AUTOMATON_START,
+            shape=(S,),
+            dtype=int32,
+            meaning="where the automaton's region starts",
+            group=GROUP,
+        ),
+        Field(name=AUTOMATON_STATE, shape=(S,), meaning="the automaton's state", **device),
+    ]
+
+
+def grammar_automata(buffers: StaticBuffers) -> GrammarAutomata:
+    """The fields of `_automaton_fields`, as the kernels' argument."""
+    names = (AUTOMATON_TABLES, AUTOMATON_START, AUTOMATON_STATE)
+    return GrammarAutomata(*(buffers[name] for name in names))
+
+
 # Names of the fields that kernels know by other names.
 _FIELD_NAMES = {
     "flags": "logits_flags",
@@ -273,7 +317,11 @@ _HOST_FIELDS = (
 
 def processing_updates(asked: Sequence[Processing | None]) -> dict[str, Any]:
     """All host-owned fields of `processing_fields` except the masks; `asked` is by slot."""
-    return {name: [slot and slot.values.get(name) for slot in asked] for name in _HOST_FIELDS}
+    names = list(_HOST_FIELDS)
+    if any(slot is not None and slot.flags & USES_AUTOMATON for slot in asked):
+        # An engine without a pool has no such field.
+        names.append(AUTOMATON_START)
+    return {name: [slot and slot.values.get(name) for slot in asked] for name in names}
 
 
 def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:

@@ -151,6 +151,20 @@ class Request:
         return self.id
 
     @property
+    def grammar(self) -> str | None:
+        """Who follows its grammar: "device", or "host", which then reads each step before it
+        launches the next; None without a grammar. Known once it is queued.
+        """
+        guide = self.job.guide
+        return None if guide is None else guide.where
+
+    @property
+    def grammar_reason(self) -> str:
+        """Why its grammar is followed on the host; empty if it is not."""
+        guide = self.job.guide
+        return "" if guide is None else guide.reason
+
+    @property
     def adapter(self) -> str | None:
         """The name of the adapter that its tokens go through; None: the base model alone."""
         adapter = self.job.adapter

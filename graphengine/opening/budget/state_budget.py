@@ -74,6 +74,9 @@ def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field
         apart["prompt embeddings"] = next(
             field.nbytes for field in fields if field.name == EMBEDS_FIELD
         )
+    if config.grammar_pool_mib:
+        apart["request options"] -= config.grammar_pool_mib * 2**20
+        apart["automata of grammars"] = config.grammar_pool_mib * 2**20
     on_device, _ = buffer_bytes(fields)
     rest = on_device - sum(apart.values()) + _table_bytes(shape)
     budget.add("state and tables", rest, shape.where)
