@@ -34,8 +34,8 @@ Outcome = TokenAutomaton | Unsupported
 
 _CHECKED_STEPS = 512
 """Steps between states whose masks are compared, besides those by which each state is reached."""
-_MOST_STEPS = 100_000_000
-"""Visits to nodes of a vocabulary's tree; about 20 ns each."""
+_MOST_STEPS = 40_000_000
+"""Visits to nodes of a vocabulary's tree; about 100 ns each."""
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _KEPT = 64
 """Grammars whose outcome is remembered."""
