@@ -134,6 +134,16 @@ def test_tokens_are_those_of_the_hosts_masks(
             assert engine.acceptance.accepted > 0
 
 
+def test_several_steps_a_launch_change_nothing(by_host: ByHost, device: str) -> None:
+    """Outputs end inside launches, and the host learns of it later."""
+    options = {"device": device, "lookahead": 2, "steps_per_launch": 4, **POOL}
+    with open_plain(**options) as engine:
+        assert served(engine, where="device") == by_host(device)
+        assert engine.counters["discarded_tokens"] == 0
+        assert engine.counters["guided/steps"] == 0
+        assert engine.scheduler.lookahead == 2
+
+
 def test_pauses_change_nothing(by_host: ByHost, device: str) -> None:
     with open_plain(device=device, kv_blocks=12, swap_blocks=64, **POOL) as engine:
         requests = []
