@@ -64,6 +64,26 @@ def test_drafts_and_options_do_not_depend_on_the_steps_of_a_launch(name: str) ->
             assert engine.counters["gate/probes"] and engine.counters["gate/off"]
 
 
+def test_a_graph_of_several_steps_is_a_chain_of_one_steps_kernels(device: str) -> None:
+    found = []
+    for steps in (1, 5):
+        with open_engine(device=device, steps_per_launch=steps) as engine:
+            found.append(results(engine))
+            assert (launched(engine) > 0) == (steps > 1)
+            captures = dict(zip(engine.runtime.graphs, engine.runtime.captures, strict=True))
+    assert found[0] == found[1]
+    several = {key: capture for key, capture in captures.items() if key.steps > 1}
+    assert {key.size for key in several} == {1, 2, 3}
+    for key, capture in several.items():
+        one = captures[key._replace(steps=1)]
+        if device == "cpu":
+            assert capture.nodes is None and one.nodes is None
+        else:
+            kernels = one.node_kinds
+            assert kernels is not None
+            assert capture.node_kinds == {kind: 5 * count for kind, count in kernels.items()}
+
+
 def test_adapters_run_in_launches_of_several_steps(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", few_layers())
     options: dict[str, Any] = {"device": "cpu", "adapters": {"one": adapter}}
