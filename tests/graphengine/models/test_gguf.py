@@ -98,6 +98,13 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
     "Llama-tied": {"tie_word_embeddings": True, "num_key_value_heads": 3},
     "Mistral": {"sliding_window": None},
+    "Ministral3": {
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16.0},
+            **{"beta_slow": 2.0, "original_max_position_embeddings": 128},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        }
+    },
     "Qwen2": {"num_key_value_heads": 3, "hidden_size": 192, "head_dim": None},
     "Qwen3": {"head_dim": 128},
     "Qwen3Moe": {
@@ -373,7 +380,17 @@ def assert_as_plain(case: Case, device: str, eager: Any, **options: Any) -> None
 
 # Families whose names, keys or rows another one shows, too.
 _LIKE_OTHERS = {
-    *("Llama-tied", "Mistral", "SmolLM3", "Ernie4_5", "HunYuanDenseV1", "Phi", "Gemma", "Olmo"),
+    *(
+        "Llama-tied",
+        "Mistral",
+        "Ministral3",
+        "SmolLM3",
+        "Ernie4_5",
+        "HunYuanDenseV1",
+        "Phi",
+        "Gemma",
+        "Olmo",
+    ),
     *("GPTBigCode", "GPTNeoX-one-by-one", "StableLm", "Cohere", "MiniMaxM2", "Lfm2"),
     *("GraniteMoeHybrid-dense", "Glm4MoeLite", "DeepseekV2", "NemotronH"),
 }

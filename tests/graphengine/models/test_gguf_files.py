@@ -211,7 +211,10 @@ def test_damaged_entries(
 
 def test_other_files_that_are_refused(tmp_path: Path) -> None:
     for options, message in (
-        ({"arch": "mamba"}, r"general.architecture='mamba': GGUF files are read of llama, qwen2"),
+        (
+            {"arch": "mamba"},
+            r"general.architecture='mamba': GGUF files are read of llama, ",
+        ),
         ({"endianess": gguf.GGUFEndian.BIG}, r"is a big-endian GGUF file"),
         ({"name": "x-00002-of-00003.gguf"}, r"part 2 of 3 of a split.*open x-00001-of-00003.gguf"),
         ({"metadata": {"block_count": None}}, r"lacks the metadata keys llama.block_count"),
@@ -254,6 +257,15 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
         (
             {"arch": "qwen3next", "metadata": {"ssm.time_step_rank": 3, "ssm.inner_size": 64}},
             r"has ssm.inner_size=64: must be a multiple of 3",
+        ),
+        (
+            {
+                "arch": "qwen3next",
+                "metadata": {
+                    **{"ssm.time_step_rank": 2, "ssm.inner_size": 64, "ssm.group_count": 0},
+                },
+            },
+            r"has ssm.group_count=0: must be an integer of 1 or more",
         ),
         (
             {"arch": "nemotron_h", "metadata": {"ssm.inner_size": 64}},

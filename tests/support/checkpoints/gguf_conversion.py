@@ -14,7 +14,10 @@ import gguf
 import torch
 from torch import Tensor
 
-_PAIRED = ("llama", "granite", "smollm3", "olmo", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_PAIRED = (
+    *("llama", "granite", "smollm3", "olmo", "granitehybrid", "nemotron_h", "nemotron_h_moe"),
+    "mistral3",
+)
 _PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen3next")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 # What the converter calls some tensors before it looks them up.

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3ForCausalLM": "qwen3",

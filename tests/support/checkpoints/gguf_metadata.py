@@ -254,7 +254,18 @@ def _deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mistral3(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    return {
+        "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+    }
+
+
 _OF_ARCHITECTURES = {
+    "mistral3": _mistral3,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite_hybrid,
     "nemotron_h": _nemotron,

@@ -12,7 +12,6 @@ import numpy as np
 from graphengine.models.checkpoints.gguf.families import (
     COUNT,
     FAMILIES,
-    LOG_MULTIPLIER,
     WITH_EXPERTS,
     GgufFamily,
 )
@@ -150,7 +149,7 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
     missing = [prefix + key for key in (*_NEEDED, epsilon) if key not in own]
     if missing:
         raise ValueError(f"{file.path} lacks the metadata keys {some(missing)}")
-    known = {*_KEYS, *family.keys, *family.read, *_ROPE_KEYS, *_OTHER_KEYS}
+    known = {*_KEYS, *family.keys, *family.read, *family.scaling, *_ROPE_KEYS, *_OTHER_KEYS}
     unknown = [
         f"{prefix}{key}={shown(value)}"
         for key, value in own.items()
@@ -235,9 +234,9 @@ def _read_rope(own: Mapping[str, Any], config: dict[str, Any], family: GgufFamil
         scaling.setdefault("factor", own.get("rope.scale_linear"))
         if kind == "longrope" and _ATTENTION_FACTOR in own:
             scaling["attention_factor"] = own[_ATTENTION_FACTOR]
-        if LOG_MULTIPLIER in own:
-            # Files tell one of two numbers, which are equal in all published models.
-            scaling["mscale"] = scaling["mscale_all_dim"] = _plain(10 * own[LOG_MULTIPLIER])
+        for key, (names, factor) in family.scaling.items():
+            if key in own:
+                scaling |= dict.fromkeys(names, _plain(factor * own[key]))
         config["rope_scaling"] = {"rope_type": kind, **family.rope, **scaling}
     if "head_dim" in config and config["head_dim"] is None:
         return

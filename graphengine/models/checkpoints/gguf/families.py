@@ -37,7 +37,9 @@ class GgufFamily(NamedTuple):
     plus_one      whether norms are stored plus 1, which the model adds
     transposed    whether linears of layers have their inputs first in a checkpoint
     more          what several metadata keys tell together, of the file, its keys and the config
-    read          metadata keys that are read for that, or for RoPE, alone
+    read          metadata keys that are read for that alone
+    scaling       metadata keys of scaled RoPE, their names in its settings, and what they are
+                  multiplied by
     rope          what no metadata tells of scaled RoPE
     rotated       key of the part of a head that RoPE rotates, where a missing one is not 1
     biases        keys that say whether there is a tensor, and that tensor in the first layer
@@ -56,6 +58,7 @@ class GgufFamily(NamedTuple):
         None
     )
     read: tuple[str, ...] = ()
+    scaling: Mapping[str, tuple[tuple[str, ...], float]] = _NONE
     rope: Mapping[str, Any] = _NONE
     rotated: str = ""
     biases: Mapping[str, str] = _NONE
@@ -63,7 +66,8 @@ class GgufFamily(NamedTuple):
 
 COUNT, USED, WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 _NORM = "attention.layer_norm_epsilon"
-LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+# Files tell one of two numbers, which are equal in all published models.
+_LOG_MULTIPLIER, _MSCALES = "rope.scaling.yarn_log_multiplier", ("mscale", "mscale_all_dim")
 _SIGMOID = {"expert_gating_func": 2}
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -169,6 +173,16 @@ FAMILIES: Mapping[str, GgufFamily] = {
         "LlamaForCausalLM",
         paired=True,
         biases={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"},
+    ),
+    "mistral3": GgufFamily(
+        "Ministral3ForCausalLM",
+        # transformers takes missing settings for those of a released model.
+        fixed={"rope_parameters": None},
+        scaling={
+            _LOG_MULTIPLIER: (_MSCALES, 1),
+            "attention.temperature_scale": (("llama_4_scaling_beta",), 1),
+        },
+        paired=True,
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen2moe": GgufFamily(
@@ -419,7 +433,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "attn_v_b": "self_attn.kv_b_proj",
         },
         more=latents,
-        read=(LOG_MULTIPLIER,),
+        scaling={_LOG_MULTIPLIER: (_MSCALES, 10)},
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",

@@ -56,9 +56,13 @@ def nemotron(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) 
 
 
 def gated_delta(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """The size of a value of Qwen3-Next's gated delta nets."""
+    """The heads of Qwen3-Next's gated delta nets, and the size of a value."""
     heads, inner = _mamba_heads(file, own)
-    return {"linear_num_value_heads": heads, "linear_value_head_dim": inner // heads}
+    return {
+        "linear_num_key_heads": _count(file, own, "ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+    }
 
 
 def latents(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
