@@ -104,6 +104,15 @@ def test_frames_are_those_of_transformers(csm: Csm, device: str) -> None:
             assert np.array_equal(codes_of(engine, prompts[1], frames=frames)[0], wanted[1])
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_launches_of_several_steps_have_the_same_frames(five: Csm, device: str, steps: int) -> None:
+    prompts = [text(length) for length in (11, 3)]
+    options = SIZES | {"steps_per_launch": steps, "lookahead": 1}
+    with open_engine(five.path, device=device, **options) as engine:
+        for prompt, found in zip(prompts, codes_of(engine, *prompts), strict=True):
+            assert np.array_equal(found, five.says(prompt))
+
+
 def test_a_prompt_of_text_and_sound(five: Csm, device: str) -> None:
     """Frames of the codec where transformers' processor puts them, with the frame after them."""
     dice = torch.Generator().manual_seed(3)
