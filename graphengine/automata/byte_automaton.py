@@ -29,6 +29,8 @@ DEAD = -1
 
 _PARTS_PER_STATE = 24
 """How many states a nondeterministic automaton may have, for each one that is allowed below."""
+_MOST_VISITS = 5_000_000
+"""Visits to states of the nondeterministic automaton while a deterministic one is made."""
 
 
 class ByteAutomaton(NamedTuple):
@@ -71,6 +73,7 @@ class _Graph:
         self.empty: list[list[int]] = []
         self.steps: list[list[tuple[int, int]]] = []
         self.sets: dict[tuple[int, int], int] = {}
+        self._visits = 0
         self.start = self._new()
 
     def _new(self) -> int:
@@ -138,6 +141,14 @@ class _Graph:
             self._step(known[sequence[:-1]], sequence[-1], end)
         return end
 
+    def visit(self, count: int) -> None:
+        """Count visits to states. Unsupported once there are too many."""
+        self._visits += count
+        if self._visits > _MOST_VISITS:
+            raise Unsupported(
+                f"its automaton takes more than {_MOST_VISITS} visits to its parts to make"
+            )
+
     def closure(self, state: int) -> frozenset[int]:
         """The states reached from a state without a byte, that have steps or end the pattern."""
         found, left = {state}, [state]
@@ -146,6 +157,7 @@ class _Graph:
                 if target not in found:
                     found.add(target)
                     left.append(target)
+        self.visit(len(found))
         return frozenset(found)
 
 
@@ -175,6 +187,7 @@ def _determinized(graph: _Graph, end: int, max_states: int) -> ByteAutomaton:
                     closures[target] = frozenset(
                         each for each in graph.closure(target) if graph.steps[each] or each == end
                     )
+                graph.visit(len(closures[target]))
                 found |= closures[target]
             united[targets] = frozenset(found)
         return united[targets]
@@ -184,6 +197,7 @@ def _determinized(graph: _Graph, end: int, max_states: int) -> ByteAutomaton:
     order = [first]
     rows: list[NDArray[np.int32]] = []
     for state in order:
+        graph.visit(len(state))
         reached: list[set[int] | None] = [None] * classes
         for member in state:
             for bytes_, target in graph.steps[member]:

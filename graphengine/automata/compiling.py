@@ -39,6 +39,8 @@ _MOST_STEPS = 40_000_000
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _KEPT = 64
 """Grammars whose outcome is remembered."""
+_KEPT_POOLS = 2
+"""Most bytes of remembered automata, in sizes of the pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +87,18 @@ class Compiler:
         if found is None:
             found = self._compiled(asked, source)
         self._known[digest] = found
-        if len(self._known) > _KEPT:
+        while len(self._known) > 1 and (len(self._known) > _KEPT or self._held > self._most_held):
             self._known.popitem(last=False)
         return found
+
+    @property
+    def _held(self) -> int:
+        """Bytes of the automata that are remembered."""
+        return sum(each.nbytes for each in self._known.values() if isinstance(each, TokenAutomaton))
+
+    @property
+    def _most_held(self) -> int:
+        return _KEPT_POOLS * self._limits.nbytes
 
     def _compiled(self, asked: StructuredOutputsParams, source: str) -> Outcome:
         limits = self._limits
@@ -99,6 +110,8 @@ class Compiler:
                 max_steps=limits.steps,
                 max_bytes=limits.nbytes,
             )
+            if found.ended[0]:
+                raise Unsupported("it allows no text but the empty one")
             check_automaton(found, self._tokenizer, without_forcing(source))
         except Unsupported as error:
             # Without its frames, which hold what was made so far.

@@ -56,6 +56,8 @@ _ASCII_CLASSES: dict[str, Ranges] = {
 }
 _MOST_LENGTH = 5000
 _MOST_NESTED = 60
+# References may lead to the same schema on ways whose number grows exponentially.
+_MOST_SCHEMAS = 4096
 
 
 def json_pattern(schema: Any, options: Mapping[str, Any], named: NamedClass) -> Pattern:
@@ -83,13 +85,18 @@ class _Schemas:
         self._root, self._escapes, self._named = root, escapes, named
         self._space = _WHITESPACE if flexible else EMPTY
         self._references: list[str] = []
-        self._depth = 0
+        self._depth = self._made = 0
 
     def value(self, schema: Any) -> Pattern:
         """The pattern of a schema's values."""
         if not isinstance(schema, dict):
             raise Unsupported(f"a schema {schema!r} allows values of any depth, or none")
         self._depth += 1
+        self._made += 1
+        if self._made > _MOST_SCHEMAS:
+            raise Unsupported(
+                f"it has more than {_MOST_SCHEMAS} schemas, counted wherever one is referred to"
+            )
         if self._depth > _MOST_NESTED:
             raise Unsupported(f"its schemas are nested deeper than {_MOST_NESTED}")
         asked = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}

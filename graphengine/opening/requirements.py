@@ -77,6 +77,7 @@ def check_frames(model: ModelConfig, config: EngineConfig) -> None:
         "quantize": config.quantize is not None,
         "kv_dtype": config.kv_dtype == "fp8",
         "prompt_logprobs": config.prompt_logprobs,
+        "grammar_pool_mib": config.grammar_pool_mib > 0,
     }
     for name, there in given.items():
         if there:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from graphengine.buckets import BucketLadder, StaticBuffers, capture_all
@@ -31,6 +33,8 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 log = logging.getLogger(__name__)
 
 _SMALLEST_BUCKET = 64
+# Each is a part of the graph.
+_MOST_STEPS = 1000
 
 
 class Policy:
@@ -66,6 +70,7 @@ class Policy:
             policy_fields(config, self.max_prefix, self.dtype), device, staging_blocks=2
         )
         self._launched, self._closed = 0, False
+        self._thread = threading.get_ident()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
             torch.cuda.synchronize(device)
@@ -108,7 +113,7 @@ class Policy:
         """
         device = usual_device() if device is None else device
         check_device(device)
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"dtype={shown(dtype)}: must be one of {', '.join(DTYPES)}")
         buckets = _ladder(max_prefix, prefix_buckets)
         checkpoint = Checkpoint.open(path)
@@ -121,7 +126,7 @@ class Policy:
                 f"max_prefix={max_prefix}, a state and {config.horizon} actions exceed the "
                 f"{config.prefix.max_positions} positions of the model"
             )
-        steps = config.steps if steps is None else _checked_count("steps", steps)
+        steps = config.steps if steps is None else _checked_count("steps", steps, _MOST_STEPS)
         weights = PolicyWeights.allocate(config, device=device, dtype=DTYPES[dtype])
         weights.load(checkpoint)
         log.info("policy of %.2f GB, prefix buckets %s", weights.nbytes / 1e9, buckets.sizes)
@@ -141,11 +146,11 @@ class Policy:
     def act(
         self,
         prefix: Prompt,
-        state: Tensor | Sequence[float],
+        state: ArrayLike | Tensor,
         *,
         seed: int = 0,
-        noise: Tensor | None = None,
-        fixed: Tensor | None = None,
+        noise: ArrayLike | Tensor | None = None,
+        fixed: ArrayLike | Tensor | None = None,
     ) -> Tensor:
         """Denoise one chunk of actions.
 
@@ -164,23 +169,28 @@ class Policy:
         call overwrites it. It is ready for the caller's current stream; a copy to the host waits
         for it.
 
-        ValueError, with the numbers, for arguments that do not fit; then nothing is computed.
+        ValueError, with the numbers, for arguments that do not fit, or that are not finite in the
+        policy's dtype; then nothing is computed. Embeddings on a GPU are not looked at: if they are
+        not finite, no action is.
         """
         self._require_open()
         tokens, rows = self._read_prefix(prefix)
         length = len(tokens)
         values = {
-            "state": _read_state(state, self.config.state_dim),
+            "state": _read_state(state, self.config.state_dim, self.dtype),
             "seed": [_checked_seed(seed)],
             **self._read_noise(noise),
             **self._read_fixed(fixed),
         }
         self._finish_last()
         M = self.config.horizon
-        sequence = self._launched + 1
-        with self._on_stream():
+        with self._on_stream(), torch.no_grad():
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            for first, part in rows:
+                self._buffers["embeds"][first : first + len(part)].copy_(part, non_blocking=True)
+            # Before the load: whatever raises from here on, the next call may use its block again.
+            self._launched += 1
             self._buffers.load(
                 {
                     "tokens": np.asarray(tokens, dtype=np.int32),
@@ -192,11 +202,8 @@ class Policy:
                     "action_seen": np.full(M, length + 1 + M, dtype=np.int32),
                     **values,
                 },
-                sequence=sequence,
+                sequence=self._launched,
             )
-            for first, part in rows:
-                self._buffers["embeds"][first : first + len(part)].copy_(part, non_blocking=True)
-        self._launched = sequence
         self._graphs[str(self._ladder.pick(length))].replay()
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -231,6 +238,8 @@ class Policy:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("the policy is closed")
+        if threading.get_ident() != self._thread:
+            raise ValueError("a policy may be used by the thread that opened it alone")
 
     def _on_stream(self) -> Any:
         return torch.cuda.stream(self._stream)
@@ -252,8 +261,7 @@ class Policy:
         rows: list[tuple[int, Tensor]] = []
         for part in parts:
             if isinstance(part, Tensor) and (part.dim() > 1 or part.is_floating_point()):
-                self._check_embeds(part)
-                rows.append((len(tokens), part))
+                rows.append((len(tokens), self._checked_embeds(part)))
                 first = len(tokens)
                 tokens += [GIVEN - position for position in range(first, first + len(part))]
             elif isinstance(part, str | Sequence | Tensor) and not len(part):
@@ -279,52 +287,73 @@ class Policy:
             room=0,
         )
 
-    def _check_embeds(self, part: Tensor) -> None:
+    def _checked_embeds(self, part: Tensor) -> Tensor:
+        """Embeddings without their history. Those on a GPU are not looked at, which would wait."""
         width = self.config.prefix.hidden_size
         if part.dim() != 2 or part.shape[1] != width or not part.is_floating_point():
             raise ValueError(
                 f"embeddings must be floating point [n, {width}], not {part.dtype} "
                 f"{list(part.shape)}"
             )
+        part = _dense("embeddings", part)
+        if part.device.type == "cpu":
+            part = part.to(self.dtype)
+            if not part.isfinite().all():
+                raise ValueError(f"embeddings have values that are not finite in {self.dtype}")
+        return part
 
-    def _read_noise(self, noise: Tensor | None) -> dict[str, Any]:
+    def _read_noise(self, noise: ArrayLike | Tensor | None) -> dict[str, Any]:
         if noise is None:
             return {"use_noise": [0]}
+        found = _floats("noise", noise, self.dtype)
         shape = (self.config.horizon, self.config.action_dim)
-        if tuple(noise.shape) != shape:
-            raise ValueError(f"noise must be {list(shape)}, not {list(noise.shape)}")
-        return {"use_noise": [1], "given_noise": _finite("noise", noise)}
+        if found.shape != shape:
+            raise ValueError(f"noise must be {list(shape)}, not {list(found.shape)}")
+        return {"use_noise": [1], "given_noise": found}
 
-    def _read_fixed(self, fixed: Tensor | None) -> dict[str, Any]:
+    def _read_fixed(self, fixed: ArrayLike | Tensor | None) -> dict[str, Any]:
         if fixed is None:
             return {"fixed_rows": [0]}
+        found = _floats("fixed", fixed, self.dtype)
         M, D = self.config.horizon, self.config.action_dim
-        if fixed.dim() != 2 or len(fixed) > M or fixed.shape[1] > D:
+        if found.ndim != 2 or len(found) > M or found.shape[1] > D:
             raise ValueError(
                 f"fixed actions must be [n, d] with n up to {M} and d up to {D}, not "
-                f"{list(fixed.shape)}"
+                f"{list(found.shape)}"
             )
-        values = np.zeros((len(fixed), D), dtype=np.float32)
-        values[:, : fixed.shape[1]] = _finite("fixed", fixed)
-        return {"fixed_rows": [len(fixed)], "fixed": values}
+        values = np.zeros((len(found), D), dtype=np.float32)
+        values[:, : found.shape[1]] = found
+        return {"fixed_rows": [len(found)], "fixed": values}
 
 
-def _read_state(state: Tensor | Sequence[float], most: int) -> Floats:
+def _read_state(state: ArrayLike | Tensor, most: int, dtype: torch.dtype) -> Floats:
     """A state filled up with zeros. ValueError if it is too long or not finite."""
-    value = torch.as_tensor(state)
-    if value.dim() != 1 or len(value) > most:
+    value = _floats("state", state, dtype)
+    if value.ndim != 1 or len(value) > most:
         raise ValueError(f"state must have up to {most} values, not {list(value.shape)}")
-    found = np.zeros(most, dtype=np.float32)
-    found[: len(value)] = _finite("state", value)
-    return found
+    return np.pad(value, (0, most - len(value)))
 
 
-def _finite(name: str, value: Tensor) -> Floats:
-    """Values as float32 on the host. ValueError if one is not finite."""
-    found: Floats = value.detach().float().cpu().numpy()
-    if not np.isfinite(found).all():
-        raise ValueError(f"{name} has values that are not finite: {shown(found.tolist())}")
-    return found
+def _floats(name: str, value: ArrayLike | Tensor, dtype: torch.dtype) -> Floats:
+    """Numbers as float32 on the host. ValueError unless all are finite, in `dtype` too."""
+    try:
+        given = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be numbers, not {shown(value)}: {error}") from error
+    if given.is_complex():
+        raise ValueError(f"{name} must be real numbers, not {given.dtype}")
+    found = _dense(name, given).float().cpu()
+    if not found.to(dtype).isfinite().all():
+        raise ValueError(f"{name} has values that are not finite in {dtype}")
+    numbers: Floats = found.numpy()
+    return numbers
+
+
+def _dense(name: str, value: Tensor) -> Tensor:
+    """The tensor without its history. ValueError unless it has its values in memory, densely."""
+    if value.layout != torch.strided or value.is_meta:
+        raise ValueError(f"{name} must be a dense tensor, not {value.layout} on {value.device}")
+    return value.detach()
 
 
 def _checked_seed(seed: object) -> int:
@@ -333,9 +362,9 @@ def _checked_seed(seed: object) -> int:
     return int(seed)
 
 
-def _checked_count(name: str, value: object) -> int:
-    if not is_int(value) or not 1 <= value <= INT32_MAX:
-        raise ValueError(f"{name}={shown(value)} must be an integer in [1, {INT32_MAX}]")
+def _checked_count(name: str, value: object, most: int = INT32_MAX) -> int:
+    if not is_int(value) or not 1 <= value <= most:
+        raise ValueError(f"{name}={shown(value)} must be an integer in [1, {most}]")
     return int(value)
 
 
@@ -346,6 +375,8 @@ def _ladder(max_prefix: int, sizes: Sequence[int] | None) -> BucketLadder:
         sizes = [max_prefix]
         while sizes[0] // 2 >= _SMALLEST_BUCKET:
             sizes = [sizes[0] // 2, *sizes]
+    if not isinstance(sizes, Sequence):
+        raise ValueError(f"prefix_buckets={shown(sizes)} must be a list of prefix lengths")
     sizes = [_checked_count("prefix_buckets", size) for size in sizes]
     rising = all(first < second for first, second in pairwise(sizes))
     if not sizes or not rising or sizes[-1] != max_prefix:

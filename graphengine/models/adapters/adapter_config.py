@@ -17,6 +17,8 @@ from graphengine.options.checks import is_int, is_number, shown
 CONFIG_FILE = "adapter_config.json"
 
 # Keys without a say in what a saved adapter computes: its tensors tell which linears it changes.
+# The largest number in 16 bits: a product that is multiplied by more is not finite.
+_LARGEST = 65_504
 _HARMLESS = {
     "alpha_pattern",
     "auto_mapping",
@@ -160,6 +162,8 @@ def _count(file: Path, name: str, value: object) -> int:
 
 
 def _number(file: Path, name: str, value: object) -> float:
-    if not is_number(value) or not math.isfinite(value):
-        raise ValueError(f"{file} has {name}={shown(value)}: must be a number")
+    if not is_number(value) or not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(
+            f"{file} has {name}={shown(value)}: must be a number in [-{_LARGEST}, {_LARGEST}]"
+        )
     return float(value)

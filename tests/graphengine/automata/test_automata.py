@@ -210,7 +210,19 @@ def test_choices_are_any_texts(compiler: Compiler, grammars: Grammars) -> None:
 
 NESTED: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}}
 OPEN = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    """A schema whose references lead to 2**levels values on different ways."""
+    pairs = {
+        f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}] * 2} for level in range(levels)
+    }
+    return {"$defs": pairs | {f"d{levels}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"json": doubling(25)}, "more than 4096 schemas, counted wherever one is referred to"),
+    ({"regex": ""}, "allows no text but the empty one"),
     ({"grammar": 'start: "a"'}, "it is context-free"),
     ({"json_object": True}, "an object's other properties are open"),
     ({"json": OPEN}, "an object's other properties are open"),
@@ -292,6 +304,29 @@ def test_bombs_are_refused_within_their_limits(
 def _regex_source(pattern: str) -> str:
     source: str = llguidance.LLMatcher.grammar_from_regex(pattern)
     return source
+
+
+@pytest.mark.parametrize("pattern", ["((a|b){0,20}c?){0,20}", "(a?){300}"])
+def test_automata_that_take_long_to_make_are_refused(
+    monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """Sets of states grow much faster than the pattern. The limit is lower here, to be quick."""
+    monkeypatch.setattr("graphengine.automata.byte_automaton._MOST_VISITS", 20_000)
+    with pytest.raises(Unsupported, match="takes more than 20000 visits to its parts"):
+        byte_automaton(parse_regex(pattern, lambda name: ()), 4096)
+
+
+def test_remembered_automata_have_a_bound(grammars: Grammars) -> None:
+    """At most twice the pool's size, however many there are."""
+    compiler = new_compiler(grammars, AutomatonLimits(states=500, nbytes=20_000))
+    sizes = []
+    for count in range(3, 15):
+        found = compiled(compiler, grammars, regex=f"[a-f]{{{count}}}")
+        assert isinstance(found, TokenAutomaton)
+        sizes.append(found.nbytes)
+    assert sum(sizes) > 40_000
+    held = [each for each in compiler._known.values() if isinstance(each, TokenAutomaton)]
+    assert len(held) > 1 and sum(each.nbytes for each in held) <= 40_000
 
 
 def test_an_automaton_that_differs_is_refused(compiler: Compiler, grammars: Grammars) -> None:

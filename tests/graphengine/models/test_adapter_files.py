@@ -85,6 +85,8 @@ def test_names_of_language_models_and_of_bases_alone(folder: Path, prefix: str) 
         ({"new_key": {"a": 1}}, r"new_key=\{'a': 1\}, .* nothing here knows"),
         ({"r": 0}, "r=0: must be an integer from 1 up"),
         ({"lora_alpha": "x"}, "lora_alpha='x': must be a number"),
+        ({"lora_alpha": 65_505}, r"lora_alpha=65505: must be a number in \[-65504, 65504\]"),
+        ({"lora_alpha": 10**400}, "lora_alpha=1000.*: must be a number in"),
         ({"rank_pattern": ["q_proj"]}, r"rank_pattern=\['q_proj'\]: must be an object"),
         ({"rank_pattern": {"(": 3}}, r"rank_pattern has '\(': "),
         ({"r": 6}, r"has matrices \[4, 120\] and \[80, 4\], not \[6, 120\] and \[80, 6\]"),

@@ -360,6 +360,7 @@ REFUSED_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"quantize": "fp8"}, "quantize='fp8'"),
     ({"kv_dtype": "fp8"}, "kv_dtype='fp8'"),
     ({"prompt_logprobs": True}, "prompt_logprobs=True"),
+    ({"grammar_pool_mib": 4}, "grammar_pool_mib=4"),
 ]
 SERVED_WITHOUT = "a CsmForConditionalGeneration, each step of which emits a frame of 5 codes, is"
 

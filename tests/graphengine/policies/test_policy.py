@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_fixed_actions_are_kept_and_change_the_others(oracle: Oracle, policy: Po
         ({"prefix": "text"}, "no tokenizer"),
         ({"state": torch.zeros(6)}, r"state must have up to 5 values, not \[6\]"),
         ({"state": torch.zeros(1, 5)}, r"state must have up to 5 values, not \[1, 5\]"),
-        ({"state": [float("nan")]}, "state has values that are not finite: \\[nan\\]"),
+        ({"state": [float("nan")]}, "state has values that are not finite"),
         ({"seed": 1.5}, "seed=1.5 must be an integer of 64 bits"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be"),
         ({"noise": torch.zeros(6, 7)}, r"noise must be \[7, 6\], not \[6, 7\]"),
@@ -211,6 +212,22 @@ def test_fixed_actions_are_kept_and_change_the_others(oracle: Oracle, policy: Po
         ({"fixed": torch.zeros(1, 7)}, r"n up to 7 and d up to 6, not \[1, 7\]"),
         ({"fixed": torch.full((1, 6), torch.inf)}, "fixed has values that are not finite"),
         ({"noise": torch.full((7, 6), torch.nan)}, "noise has values that are not finite"),
+        ({"prefix": torch.full((3, WIDTH), torch.nan)}, "embeddings have values that are not fi"),
+        (
+            {"prefix": torch.eye(WIDTH).to_sparse()},
+            "embeddings must be a dense tensor, not torch",
+        ),
+        (
+            {"prefix": torch.zeros(3, WIDTH, device="meta")},
+            "dense tensor, not .* on meta",
+        ),
+        ({"state": None}, "state must be numbers, not None"),
+        ({"state": "ab"}, "state must be numbers, not 'ab'"),
+        (
+            {"state": torch.zeros(2, dtype=torch.complex64)},
+            "state must be real numbers, not tor",
+        ),
+        ({"fixed": [["a"]]}, "fixed must be numbers"),
     ],
 )
 def test_arguments_that_do_not_fit(policy: Policy, arguments: dict[str, Any], message: str) -> None:
@@ -228,6 +245,9 @@ def test_arguments_that_do_not_fit(policy: Policy, arguments: dict[str, Any], me
         ({"prefix_buckets": [20]}, r"\[20\] must rise and end with max_prefix=90"),
         ({"max_prefix": 512, "prefix_buckets": None}, "max_prefix=512, a state and 7 actions exce"),
         ({"steps": 0}, "steps=0 must be an integer"),
+        ({"steps": 1001}, r"steps=1001 must be an integer in \[1, 1000\]"),
+        ({"prefix_buckets": 5}, "prefix_buckets=5 must be a list"),
+        ({"dtype": ["x"]}, "dtype=.*: must be one of float32"),
         ({"dtype": "int8"}, "dtype='int8': must be one of float32, bfloat16, float16"),
         ({"device": "tpu"}, "device='tpu'"),
     ],
@@ -235,6 +255,55 @@ def test_arguments_that_do_not_fit(policy: Policy, arguments: dict[str, Any], me
 def test_options_that_do_not_fit(oracle: Oracle, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Policy.from_pretrained(oracle.path, **{"device": "cpu", **OPTIONS} | options)
+
+
+def test_lists_and_arrays_are_taken(policy: Policy) -> None:
+    state, noise, held = drawn(5), drawn(7, 6), drawn(2, 6, seed=3)
+    wanted = policy.act([5, 6], state, noise=noise, fixed=held).clone()
+    for convert in (lambda tensor: tensor.numpy(), lambda tensor: tensor.tolist()):
+        arguments = {"noise": convert(noise), "fixed": convert(held)}
+        assert torch.equal(policy.act([5, 6], convert(state), **arguments), wanted)
+
+
+def test_embeddings_leave_their_history_behind(policy: Policy) -> None:
+    """A tower that was called without `no_grad`: nothing of it is kept."""
+    rows = torch.nn.Linear(3, WIDTH)(torch.ones(4, 3))
+    assert rows.requires_grad
+    found = policy.act(rows, drawn(5))
+    assert not found.requires_grad and not policy._buffers["embeds"].requires_grad
+
+
+def test_a_call_that_fails_is_followed_by_others(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it fails, and more often than there are staging blocks."""
+    wanted = policy.act([5, 6], [1.0], seed=2).clone()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place, name in ((StaticBuffers, "load"), (type(policy._ladder), "pick")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            for _ in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    policy.act([5], [2.0])
+        assert torch.equal(policy.act([5, 6], [1.0], seed=2), wanted)
+
+
+def test_values_beyond_the_dtype(oracle: Oracle) -> None:
+    options = OPTIONS | {"dtype": "float16"}
+    with Policy.from_pretrained(oracle.path, device="cpu", **options) as policy:
+        for arguments in ({"state": [7e4]}, {"prefix": torch.full((1, WIDTH), 7e4)}):
+            with pytest.raises(ValueError, match=r"not finite in torch.float16"):
+                policy.act(**{"prefix": [5], "state": [1.0]} | arguments)
+
+
+def test_another_thread_is_refused(policy: Policy) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(policy.act, [5], [1.0])
+        with pytest.raises(ValueError, match="the thread that opened it"):
+            call.result()
 
 
 def test_a_closed_policy_says_so(oracle: Oracle) -> None:
