@@ -303,7 +303,7 @@ class Plan(Gate):
     def next_drafts(self, live_rows: int) -> int:
         return self._plan[0] if self._plan else 3
 
-    def launched(self, live_rows: int) -> None:
+    def launched(self, live_rows: int, steps: int = 1) -> None:
         if self._plan:
             self._plan.popleft()
 
