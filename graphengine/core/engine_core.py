@@ -430,14 +430,14 @@ class EngineCore:
                 self._run(key, replays[-1:])
             self.runtime.copy_states(states.after)
         if plan.rows:
-            rows, drafts, full, later = plan.bucket, plan.width - 1, plan.full, plan.steps - 1
+            rows, drafts, full = plan.bucket, plan.width - 1, plan.full
             sampler = self.runtime.program.samplers[-1 if full else 0]
             key = decode_key(rows, drafts, sampler, plan.steps)
             first = Replay(
                 self.runtime.launched + 1,
                 *(plan.rows, plan.epochs, plan.width, rows),
                 full=full,
-                later=later,
+                later=plan.steps - 1,
             )
             replays.append(first)
             self._run(key, replays[-1:])
@@ -445,7 +445,8 @@ class EngineCore:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
         self.in_flight.append(tuple(replays))
-        self.in_flight += [(step,) for step in replays[-1].following()]
+        if plan.steps > 1:
+            self.in_flight += [(step,) for step in replays[-1].following()]
         self.launches += 1
 
     def _run(self, key: GraphKey, replays: Sequence[Replay]) -> None:

@@ -63,6 +63,7 @@ from graphengine.opening.updating import LoadedWeights
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.stages import StageGroup
+from graphengine.requests.grammar_pool import GrammarPool
 
 
 class Graph(Protocol):
@@ -115,8 +116,9 @@ class Runtime(SlotOperations, Waits):
     """
 
     rank_times: RankTimes = OneRank()
-    # Only of an engine that can release it: one attribute more would make every step slower.
+    # Only of an engine that has them: one attribute more would make every step slower.
     cache_memory: ReleasableMemory | None = None
+    grammar_pool: GrammarPool | None = None
 
     def __init__(
         self,
@@ -138,7 +140,9 @@ class Runtime(SlotOperations, Waits):
             self.codes = held.codes
         self.caches, self.program = held.caches, held.program
         self.state_checkpoints = held.state_checkpoints
-        self.adapters, self.grammar_pool = held.adapters, held.grammar_pool
+        self.adapters = held.adapters
+        if held.grammar_pool is not None:
+            self.grammar_pool = held.grammar_pool
         if held.cache_memory is not None:
             self.cache_memory = held.cache_memory
         self.stream = held.stream
@@ -517,7 +521,7 @@ class Runtime(SlotOperations, Waits):
         del self.graphs, self.captured, self.program, self.model, self.caches
         del self.state_checkpoints, self.adapters, self.masks, self.mailbox, self.logprobs
         del self.routing, self.buffers
-        for name in ("cache_memory", "codes"):
+        for name in ("cache_memory", "grammar_pool", "codes"):
             vars(self).pop(name, None)
 
 
