@@ -467,6 +467,7 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "drain": engine.drain,
         "draft": lambda: engine.draft(None, [1]),  # type: ignore[arg-type]
         "force": lambda: engine.force(None, 1),  # type: ignore[arg-type]
+        "embed_frames": lambda: engine.embed_frames([[1]]),
         "generate": lambda: engine.generate(PROMPT),
         "generate_many": lambda: engine.generate_many(PROMPT, n=2),
         "load_adapter": lambda: engine.load_adapter("a", "nowhere"),

@@ -88,7 +88,7 @@ def test_updates_of_weights(demo: Written, tmp_path: Path) -> None:
         engine.update_weights({"model.norm.weight": torch.ones(256)})
     library = tokenizers.Tokenizer.from_file(str(checkpoint_path() / "tokenizer.json"))
     add = vocabulary(library, pre="qwen2")
-    wide = written(Path(few_layers()), tmp_path, "MXFP4", tokenizer=add)
+    wide = written(Path(few_layers()), tmp_path, "TQ2_0", tokenizer=add)
     with open_engine(wide.file) as engine:
         before = engine.generate(PROMPT, GREEDY).token_ids
         engine.update_weights({"model.norm.weight": torch.zeros(256)})

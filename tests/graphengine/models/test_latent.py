@@ -233,8 +233,10 @@ def test_what_latents_cannot_do_is_refused(latent_checkpoints: dict[str, Any]) -
     model = read_config(oracle)
     with pytest.raises(ValueError, match="DeepseekV3ForCausalLM keep latents of 64 values"):
         open_engine(oracle, device="cpu", kv_dtype="fp8")
-    dense = replace(model, layers=model.layers[:1])
-    with pytest.raises(ValueError, match=r"have latents, .*: there is no chain"):
+    first, *others = model.layers[0]
+    long = first._replace(block=replace(first.block, value_dim=512))
+    dense = replace(model, layers=((long, *others),))
+    with pytest.raises(ValueError, match=r"values are longer than their keys, .* is no chain"):
         new_chain(dense, layers=2, dtype=torch.float32, device=torch.device("cpu"))
 
 

@@ -150,8 +150,8 @@ class Owners:
         """Options that no request with tokens had, and ways to end that no request took."""
         usual = SamplingParams()
         asked = [request.params for request in self.requests if request.token_ids]
-        # Prompts are token ids here, no model has experts, and nobody forces tokens.
-        left_out = {"add_bos", "seed", "routing", "forced_tokens"}
+        # Prompts are token ids here, no model has experts or frames, and nobody forces tokens.
+        left_out = {"add_bos", "seed", "routing", "forced_tokens", "codes"}
         if not HAS_GRAMMARS:
             left_out.add("structured_outputs")
         options = [each.name for each in dataclasses.fields(SamplingParams)]
