@@ -465,20 +465,32 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
     stream. ValueError, with the value and what is wanted, for a tensor that does not fit, and where
     `spec` is None, as the engine then takes no embeddings.
     """
+    if spec is None and tensor.is_floating_point():
+        raise ValueError(
+            f"embeddings of shape {list(tensor.shape)} in a prompt are for an engine that is "
+            f"opened with prompt_embeds=True"
+        )
+    check_embeds(tensor, 0 if spec is None else spec.hidden_size)
+    assert spec is not None, "integers are no embeddings"
+    if not len(tensor):
+        return NO_EMBEDS
+    rows = rows_on_host(tensor, spec.dtype)
+    if spec.levels:
+        rows = torch.nn.functional.pad(rows, (0, spec.width - spec.hidden_size))
+    return Embeds((Run(position, rows),))
+
+
+def check_embeds(tensor: Tensor, hidden_size: int) -> None:
+    """ValueError, with what is wanted, unless a tensor has rows of this many values."""
     if not tensor.is_floating_point():
         raise ValueError(
             f"embeddings of shape {list(tensor.shape)} and {tensor.dtype} in a prompt: they are of "
             f"floating point, and token ids are one list, [n]"
         )
-    if spec is None:
-        raise ValueError(
-            f"embeddings of shape {list(tensor.shape)} in a prompt are for an engine that is "
-            f"opened with prompt_embeds=True"
-        )
-    if tensor.dim() != 2 or tensor.shape[1] != spec.hidden_size:
+    if tensor.dim() != 2 or tensor.shape[1] != hidden_size:
         raise ValueError(
             f"embeddings of shape {list(tensor.shape)} in a prompt: the model takes "
-            f"[n, {spec.hidden_size}]"
+            f"[n, {hidden_size}]"
         )
     if tensor.layout != torch.strided:
         raise ValueError(
@@ -487,19 +499,19 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
         )
     if tensor.is_meta:
         raise ValueError(f"embeddings of shape {list(tensor.shape)} on meta have no values")
-    if not len(tensor):
-        return NO_EMBEDS
-    rows = tensor.detach().to("cpu", spec.dtype, copy=True).contiguous()
+
+
+def rows_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A dense copy of embeddings, rounded to the model's dtype. ValueError if it is not finite."""
+    rows = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     finite = rows.isfinite().all(dim=1)
     if not finite.all():
         row = int(finite.int().argmin())
         raise ValueError(
             f"embeddings of shape {list(tensor.shape)} in a prompt: row {row} is not finite in "
-            f"{spec.dtype}"
+            f"{dtype}"
         )
-    if spec.levels:
-        rows = torch.nn.functional.pad(rows, (0, spec.width - spec.hidden_size))
-    return Embeds((Run(position, rows),))
+    return rows
 
 
 def embeds_of(ids: Sequence[int], rows: Tensor) -> Embeds:

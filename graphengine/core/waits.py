@@ -66,31 +66,23 @@ class Waits:
 
     def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
         """True once the requests of a replay that published `record` have their tokens' experts."""
-        if self.routing is None:
-            return True
-        return (
-            self.routing.wait(
-                replay,
-                record,
-                timeout=timeout,
-                mode=self._mode,
-                limit=self._limit,
-                stream=self._watched,
-            )
-            or None
-        )
+        return True if self.routing is None else self._given(self.routing, replay, record, timeout)
 
     def wait_codes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
         """True once the requests of a replay that published `record` have their frames' codes."""
         assert self.codes is not None, "a step emits tokens"
-        return (
-            self.codes.wait(
-                replay,
-                record,
-                timeout=timeout,
-                mode=self._mode,
-                limit=self._limit,
-                stream=self._watched,
-            )
-            or None
+        return self._given(self.codes, replay, record, timeout)
+
+    def _given(
+        self, ids: Routing | FrameCodes, replay: Replay, record: Payloads, timeout: float | None
+    ) -> bool | None:
+        """True once the requests of a replay have what a mailbox of ids has for their tokens."""
+        arrived = ids.wait(
+            replay,
+            record,
+            timeout=timeout,
+            mode=self._mode,
+            limit=self._limit,
+            stream=self._watched,
         )
+        return arrived or None

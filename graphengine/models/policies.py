@@ -6,14 +6,15 @@ LeRobot's (`"type": "pi0"`, which names both models by their size).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import gemma
-from graphengine.models.hf.config_schema import HfConfig, unsupported
-from graphengine.options.checks import INT32_MAX, is_int, is_number
+from graphengine.models.hf.config_schema import HfConfig, Key, read_keys, unsupported
+from graphengine.options.checks import INT32_MAX
 
 ARCHITECTURE = "PI0ForConditionalGeneration"
 PALIGEMMA_VOCABULARY = 257_152
@@ -34,6 +35,16 @@ def _gemma_variant(hidden: int, inner: int) -> dict[str, Any]:
 _VARIANTS = {"gemma_2b": _gemma_variant(2048, 16_384), "gemma_300m": _gemma_variant(1024, 4096)}
 # transformers' defaults for missing keys of each model.
 _DEFAULTS = {"vlm_config": "gemma_2b", "dit_config": "gemma_300m"}
+# Any that is above 0.
+_PERIODS = (sys.float_info.min, sys.float_info.max)
+_KEYS = (
+    Key("chunk_size", "integer", (1, INT32_MAX), default=50),
+    Key("max_state_dim", "integer", (1, INT32_MAX), default=32),
+    Key("max_action_dim", "integer", (1, INT32_MAX), default=32),
+    Key("num_inference_steps", "integer", (1, INT32_MAX), default=10),
+    Key("min_period", "number", _PERIODS, default=4e-3),
+    Key("max_period", "number", _PERIODS, default=4.0),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +87,15 @@ def read_policy_config(config: HfConfig) -> PolicyConfig:
     # Actions have no tokens: its embedding is never read.
     expert = replace(gemma.read_config(parts["dit_config"], ARCHITECTURE), vocab_size=1)
     _check_states(prefix, expert)
+    sizes = read_keys(config, _KEYS)
     return PolicyConfig(
         prefix=prefix,
         expert=expert,
-        horizon=_count(config, "chunk_size", 50),
-        state_dim=_count(config, "max_state_dim", 32),
-        action_dim=_count(config, "max_action_dim", 32),
-        steps=_count(config, "num_inference_steps", 10),
-        periods=(_period(config, "min_period", 4e-3), _period(config, "max_period", 4.0)),
+        horizon=sizes["chunk_size"],
+        state_dim=sizes["max_state_dim"],
+        action_dim=sizes["max_action_dim"],
+        steps=sizes["num_inference_steps"],
+        periods=(sizes["min_period"], sizes["max_period"]),
     )
 
 
@@ -127,17 +139,3 @@ def _check_states(prefix: DecoderConfig, expert: DecoderConfig) -> None:
 def _shown(config: DecoderConfig) -> str:
     entries = sorted({str(state) for layer in config.states for state in layer})
     return f"{len(config.states)} layers of {', '.join(entries)}"
-
-
-def _count(config: HfConfig, key: str, default: int) -> int:
-    value = config.get(key, default)
-    if not is_int(value) or not 0 < value <= INT32_MAX:
-        raise unsupported(key, value, f"an integer in [1, {INT32_MAX}]")
-    return int(value)
-
-
-def _period(config: HfConfig, key: str, default: float) -> float:
-    value = config.get(key, default)
-    if not is_number(value) or not 0 < value < float("inf"):
-        raise unsupported(key, value, "a number above 0")
-    return float(value)

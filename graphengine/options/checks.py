@@ -87,10 +87,10 @@ def check_path(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a path")
 
 
-def check_at_least(name: str, value: object, least: int) -> None:
-    """ValueError unless `value` is an integer from `least` to 2**31 - 1."""
-    if not is_int(value) or not least <= value <= INT32_MAX:
-        raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")
+def check_at_least(name: str, value: object, least: int, most: int = INT32_MAX) -> None:
+    """ValueError unless `value` is an integer from `least` to `most`."""
+    if not is_int(value) or not least <= value <= most:
+        raise ValueError(f"{name}={shown(value)} must be an integer in [{least}, {most}]")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

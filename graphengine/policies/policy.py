@@ -21,10 +21,11 @@ from graphengine.kernels.norm_rope.embedding import GIVEN
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.policies import PolicyConfig, read_policy_config
 from graphengine.models.quantised.config import quantisation_of
-from graphengine.options.checks import INT32_MAX, is_int, shown
+from graphengine.options.checks import check_at_least, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.policies.action_step import ActionStep, policy_fields
 from graphengine.policies.weights import PolicyWeights
+from graphengine.prompt_embeds import check_embeds, rows_on_host
 from graphengine.prompts import Chat, Prompt, PromptParts, prompt_ids
 from graphengine.text.tokenizer import Tokenizer
 
@@ -126,13 +127,19 @@ class Policy:
                 f"max_prefix={max_prefix}, a state and {config.horizon} actions exceed the "
                 f"{config.prefix.max_positions} positions of the model"
             )
-        steps = config.steps if steps is None else _checked_count("steps", steps, _MOST_STEPS)
+        if steps is not None:
+            check_at_least("steps", steps, 1, _MOST_STEPS)
         weights = PolicyWeights.allocate(config, device=device, dtype=DTYPES[dtype])
         weights.load(checkpoint)
         log.info("policy of %.2f GB, prefix buckets %s", weights.nbytes / 1e9, buckets.sizes)
         tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
         return cls(
-            config, weights, tokenizer, buckets=buckets, steps=steps, device=torch.device(device)
+            config,
+            weights,
+            tokenizer,
+            buckets=buckets,
+            steps=steps or config.steps,
+            device=torch.device(device),
         )
 
     @property
@@ -289,18 +296,8 @@ class Policy:
 
     def _checked_embeds(self, part: Tensor) -> Tensor:
         """Embeddings without their history. Those on a GPU are not looked at, which would wait."""
-        width = self.config.prefix.hidden_size
-        if part.dim() != 2 or part.shape[1] != width or not part.is_floating_point():
-            raise ValueError(
-                f"embeddings must be floating point [n, {width}], not {part.dtype} "
-                f"{list(part.shape)}"
-            )
-        part = _dense("embeddings", part)
-        if part.device.type == "cpu":
-            part = part.to(self.dtype)
-            if not part.isfinite().all():
-                raise ValueError(f"embeddings have values that are not finite in {self.dtype}")
-        return part
+        check_embeds(part, self.config.prefix.hidden_size)
+        return rows_on_host(part, self.dtype) if part.device.type == "cpu" else part.detach()
 
     def _read_noise(self, noise: ArrayLike | Tensor | None) -> dict[str, Any]:
         if noise is None:
@@ -362,22 +359,17 @@ def _checked_seed(seed: object) -> int:
     return int(seed)
 
 
-def _checked_count(name: str, value: object, most: int = INT32_MAX) -> int:
-    if not is_int(value) or not 1 <= value <= most:
-        raise ValueError(f"{name}={shown(value)} must be an integer in [1, {most}]")
-    return int(value)
-
-
 def _ladder(max_prefix: int, sizes: Sequence[int] | None) -> BucketLadder:
     """The prefix lengths with a graph."""
-    _checked_count("max_prefix", max_prefix)
+    check_at_least("max_prefix", max_prefix, 1)
     if sizes is None:
         sizes = [max_prefix]
         while sizes[0] // 2 >= _SMALLEST_BUCKET:
             sizes = [sizes[0] // 2, *sizes]
     if not isinstance(sizes, Sequence):
         raise ValueError(f"prefix_buckets={shown(sizes)} must be a list of prefix lengths")
-    sizes = [_checked_count("prefix_buckets", size) for size in sizes]
+    for size in sizes:
+        check_at_least("prefix_buckets", size, 1)
     rising = all(first < second for first, second in pairwise(sizes))
     if not sizes or not rising or sizes[-1] != max_prefix:
         raise ValueError(

@@ -93,20 +93,29 @@ def embed_frames_reference(
 ) -> None:
     """Plain twin of `embed_frames`."""
     live = live_lanes(slot_N)
-    code_LK = code_SK[slot_N[live].long()].long()
-    places = code_SK.shape[1]
-    codes = table_MH.shape[0] // places
-    total = residual.x.new_zeros(len(live), table_MH.shape[1])
-    for place in range(places):
-        code = code_LK[:, place]
-        known = (code >= 0) & (code < codes)
-        rows = table_MH[place * codes + code.where(known, 0)].float()
-        total += rows.masked_fill(~known[:, None], float("nan"))
-    x = total.to(table_MH.dtype).float()
+    x = sum_of_codes(code_SK[slot_N[live].long()].long(), table_MH).float()
     residual.x[live] = x
     residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
     residual.squares[:, live] = 0
     residual.squares[0, live] = (x * x).sum(dim=1)
+
+
+def sum_of_codes(code_FK: torch.Tensor, table_MH: torch.Tensor) -> torch.Tensor:
+    """New [F, H] of the table's dtype: the embeddings of whole frames, summed as `embed_frames`
+    sums them. A frame with a code outside 0..V-1 is NaN.
+
+    Args:
+        code_FK: int64, on the table's device.
+    """
+    places = code_FK.shape[1]
+    codes = table_MH.shape[0] // places
+    total = table_MH.new_zeros(len(code_FK), table_MH.shape[1], dtype=torch.float32)
+    for place in range(places):
+        code = code_FK[:, place]
+        known = (code >= 0) & (code < codes)
+        rows = table_MH[place * codes + code.where(known, 0)].float()
+        total += rows.masked_fill(~known[:, None], float("nan"))
+    return total.to(table_MH.dtype)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from graphengine.kernels.frames.embed import sum_of_codes
 from graphengine.models.contract import Model
 from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.options.checks import shown
@@ -21,7 +22,7 @@ def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
             f"{model.config.architecture} emits tokens"
         )
     found = torch.from_numpy(checked_codes(codes, weights.config))
-    return weights.frame_rows(found.to(weights.frames.device))
+    return sum_of_codes(found.to(weights.frames.device), weights.frames)
 
 
 def checked_codes(

@@ -88,25 +88,15 @@ class InnerSteps:
         """
         lanes = self.lanes_at(0, slot_N)
         residual = self._projected(hidden, eps, slot_N, x_NI, launch)
-        *first, last = self.weights.layers
-        for index, layer in enumerate(first):
-            residual = decode_layer(
-                layer,
-                self.weights.layers[index + 1].input_norm,
-                lanes,
-                residual,
-                self._cache[index],
-                self._block_table,
-                self.tables,
-                launch,
-            )
+        last = len(self.weights.layers) - 1
+        residual = self._through(last, lanes, residual, launch)
         # Nobody reads what follows the last layer's keys and values.
-        attention = last.attention
+        attention = self.weights.layers[last].attention
         assert isinstance(attention, AttentionWeights), f"{attention=}"
         attention.attend_rows(
             attention.qkv_product(residual, slot_N, launch),
             lanes,
-            self._cache[len(first)],
+            self._cache[last],
             self._block_table,
             self.tables,
             launch,
@@ -122,9 +112,15 @@ class InnerSteps:
         """
         lanes = self.lanes_at(place, slot_N)
         residual = self._projected(embedded_NH, 0.0, slot_N, x_NI, launch)
+        return self._through(len(self.weights.layers), lanes, residual, launch)
+
+    def _through(
+        self, count: int, lanes: DecodeLanes, residual: Residual, launch: DecodeLaunch
+    ) -> Residual:
+        """The stream after the first `count` layers, scaled for the norm that follows them."""
         layers = self.weights.layers
         norms = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
-        for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        for index, (layer, norm) in enumerate(zip(layers[:count], norms, strict=False)):
             residual = decode_layer(
                 layer,
                 norm,

@@ -61,19 +61,6 @@ class InnerWeights:
         of_layers = [tensor for layer in self.layers for tensor in layer.tensors()]
         return [self.frames, self.codes, self.projection, self.norm, self.heads, *of_layers]
 
-    def frame_rows(self, codes_FK: Tensor) -> Tensor:
-        """`[F, H]` in the model's dtype: the embeddings of whole frames, summed in float32.
-
-        codes_FK  int64, 0 to V - 1, on the weights' device
-        """
-        place = torch.arange(self.config.steps, device=codes_FK.device) * self.config.codes
-        rows = self.frames[codes_FK + place]
-        total = torch.zeros(rows.shape[0], rows.shape[2], device=rows.device)
-        # One place after the other, as `embed_frames` sums in a step.
-        for index in range(self.config.steps):
-            total += rows[:, index].float()
-        return total.to(rows.dtype)
-
 
 def allocate_inner(config: InnerDecoder, *, device: str, dtype: torch.dtype) -> InnerWeights:
     """Uninitialised weights; `device="meta"` allocates nothing."""

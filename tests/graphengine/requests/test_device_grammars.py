@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.guided import CHOICE, SETTINGS, WORDS, schema
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine
 from engines.speculation import (
     BEST,
@@ -32,28 +33,12 @@ from graphengine.speculative import MTP, NGram, RelaxedAcceptance, Speculative, 
 llguidance = pytest.importorskip("llguidance")
 
 POOL = {"grammar_pool_mib": 1}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "size": {"type": "integer", "minimum": -5, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["x", "yz", 1, None]}, "maxItems": 3},
-    },
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
-WORDS = r"[a-z]{3,9}(, [a-z]{1,5}){2}\."
+SCHEMA = schema(["name", "size"])
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"json": SCHEMA, "disable_any_whitespace": True},
     {"json": SCHEMA},
     {"regex": WORDS},
-    {"choice": ["yes", "no", "not at all"]},
-)
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"seed": 5},
-    {"seed": 6, "top_k": 40, "top_p": 0.95, "logprobs": 2},
-    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},
+    {"choice": [*CHOICE]},
 )
 DRAFTERS: dict[str, Speculative | None] = {
     "plain": None,

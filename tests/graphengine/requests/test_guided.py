@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from engines.guided import CHOICE, SETTINGS, WORDS, schema
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 from engines.speculation import (
     DRAFTING,
@@ -33,31 +34,15 @@ from graphengine.speculative import MTP, GateOptions, NGram, Speculative
 
 llguidance = pytest.importorskip("llguidance")
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "size": {"type": "integer", "minimum": -5, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["x", "yz", 1, None]}, "maxItems": 3},
-    },
-    "required": ["name", "size", "tags"],
-    "additionalProperties": False,
-}
-WORDS = r"[a-z]{3,9}(, [a-z]{1,5}){2}\."
+SCHEMA = schema(["name", "size", "tags"])
 NESTED = 'start: "(" start ")" | /[0-9]{1,4}/'
 GUIDED = {
     "json": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     "regex": StructuredOutputsParams(regex=WORDS),
-    "choice": StructuredOutputsParams(choice=["yes", "no", "not at all"]),
+    "choice": StructuredOutputsParams(choice=[*CHOICE]),
     "grammar": StructuredOutputsParams(grammar=NESTED),
 }
 DRAFTERS = {"ngram": NGram(k=3), "mtp": MTP(k=3), "vanilla": MTP(k=1, style="vanilla")}
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"seed": 5},
-    {"seed": 6, "top_k": 40, "top_p": 0.95, "logprobs": 2},
-    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},
-)
 
 
 def ask(asked: StructuredOutputsParams, max_tokens: int = 60, **options: Any) -> SamplingParams:
@@ -76,7 +61,7 @@ def is_right(kind: str, text: str) -> bool:
     if kind == "regex":
         return re.fullmatch(WORDS, text) is not None
     if kind == "choice":
-        return text in ("yes", "no", "not at all")
+        return text in CHOICE
     return re.fullmatch(r"\(*[0-9]{1,4}\)*", text) is not None and text.count("(") == text.count(
         ")"
     )
