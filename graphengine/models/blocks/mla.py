@@ -38,6 +38,7 @@ from graphengine.models.blocks.streams import (
     add_product,
     new_weight,
     tensors_of,
+    whole_pieces,
 )
 from graphengine.models.launches import ChunkAttention, DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
@@ -384,4 +385,5 @@ class LatentAttentionWeights:
 
 def _chunk_head_product(x_NQK: Tensor, weight_QKM: Tensor, *, out: Tensor) -> None:
     """`head_product` of a chunk by the BLAS, padded lanes included."""
-    torch.bmm(x_NQK.transpose(0, 1), weight_QKM, out=out.transpose(0, 1))
+    x_NQK, weight_QMK = whole_pieces(x_NQK, weight_QKM.transpose(1, 2))
+    torch.bmm(x_NQK.transpose(0, 1), weight_QMK.transpose(1, 2), out=out.transpose(0, 1))

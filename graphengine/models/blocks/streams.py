@@ -13,6 +13,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from graphengine.kernels.comm.push_residual import push_to_residual
 from graphengine.kernels.experts.packed.weights import PackedExperts
@@ -326,9 +327,23 @@ def chunk_product(
             delta=delta,
         )
     assert not swiglu and delta is None, f"{swiglu=} of a weight that is not packed"
+    x, weight = whole_pieces(x, weight)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def whole_pieces(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`x [..., K]` and `weight [..., K]` for a BLAS: on a CPU in half precision with zeros behind
+    K, up to 64 bytes a row.
+
+    oneDNN with AMX reads a row of `x` in pieces of 64 bytes and multiplies what lies past its end,
+    the next row, by 0: a NaN in a padded lane would reach the lane before it.
+    """
+    past = -x.shape[-1] % (64 // x.itemsize)
+    if x.device.type != "cpu" or x.itemsize != 2 or not past:
+        return x, weight
+    return pad(x, (0, past)), pad(weight, (0, past))
 
 
 def add_chunk_product(

@@ -13,7 +13,7 @@ import torch
 from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 from graphengine import Engine
 from graphengine.models.blocks import swiglu
-from graphengine.models.blocks.streams import PrefillScratch
+from graphengine.models.blocks.streams import PrefillScratch, chunk_product, whole_pieces
 from graphengine.models.families.registry import read_model_config
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import SHAPES, Subject
@@ -68,6 +68,20 @@ def test_engines_of_other_prefill_kernels_have_other_numerics(
         with open_engine(device="cpu") as engine:
             names[fused] = engine.numerics_id
     assert names[True] != names[False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_nan_in_a_padded_lane_does_not_reach_the_lane_before_it(dtype: torch.dtype) -> None:
+    """A BLAS that reads past the end of a row finds zeros there, and adds nothing."""
+    weight, x = torch.randn(48, 100).to(dtype), torch.randn(64, 100).to(dtype)
+    expected = (x.float() @ weight.float().t())[:37]
+    x[37:] = float("nan")
+    found = chunk_product(x, weight, None, out=x.new_empty(64, 48))
+    torch.testing.assert_close(found[:37].float(), expected, atol=0.25, rtol=0.02)
+    wide_x, wide_weight = whole_pieces(x, weight)
+    assert wide_x.is_contiguous() and wide_x.shape == (64, 128) and wide_weight.shape == (48, 128)
+    assert not wide_x[:, 100:].any() and not wide_weight[:, 100:].any()
+    assert whole_pieces(x.float(), weight.float())[0].shape == (64, 100)
 
 
 def test_a_kept_h_does_not_keep_the_scratch() -> None:
