@@ -227,11 +227,12 @@ class EngineCore:
         return requests
 
     def queue(self, request: Request) -> None:
-        """Queue a request that the intake made."""
-        self.scheduler.submit(request)
+        """Queue a request that the intake made; if anything is raised, it is not queued."""
+        self.scheduler.check_fits(request)
         self.intake.place_grammar(request, self.counters)
         if request.job.prompt_rows is not None:
             self.runtime.wait_for_caller()
+        self.scheduler.submit(request)
         if request.job.deadline is not None:
             self.delivery.deadlines.watch(request)
 

@@ -366,7 +366,7 @@ class Intake:
         return self._grammars.guide(params, self.tokenizer, processing.mask)
 
     def place_grammar(self, request: Request, counters: Counter[str]) -> None:
-        """Have the device follow a queued request's grammar, if its automaton fits the pool.
+        """Have the device follow a request's grammar, if its automaton fits the pool.
 
         Otherwise the host makes its masks, and the guide says why.
         """

@@ -289,6 +289,27 @@ def test_what_ends_gives_its_place_back(device: str) -> None:
         assert pool.used_words == 0
 
 
+def test_a_failed_copy_to_the_pool_queues_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(device=device, **POOL) as engine:
+        pool = engine.core.intake._grammar_pool
+        assert pool is not None
+
+        def fail(_: TokenAutomaton) -> None:
+            raise RuntimeError("the copy failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_new", fail)
+            with pytest.raises(RuntimeError, match="the copy failed"):
+                engine.submit(PROMPT, guided({"regex": "ab"}))
+        assert not engine.busy and pool.used_words == 0
+        request = engine.submit(PROMPT, guided({"regex": "ab"}))
+        run_with(engine)
+        assert request.text == "ab" and request.grammar == "device"
+        assert_idle(engine)
+
+
 def test_bans_that_leave_nothing_are_an_error(device: str) -> None:
     with open_engine(device=device, **POOL) as engine:
         (token,) = engine.tokenizer.encode("a", add_special_tokens=False)
