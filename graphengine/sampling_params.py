@@ -232,7 +232,8 @@ class SamplingParams:
         None,
         _LOGPROBS,
         doc="""return the log-probability of each new token, and those of this many of the most
-        probable tokens, up to 20; None: none""",
+        probable tokens, up to 20; None: none. Where steps emit frames, 0 returns those of their
+        codes (`Result.codes_logprobs`)""",
         flag=Flag(),
     )
     logprobs_mode: LogprobsMode | None = option(

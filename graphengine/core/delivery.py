@@ -27,7 +27,7 @@ from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.caller_drafts import NO_DRAFTS
 from graphengine.requests.grammar_pool import DeviceGuide
 from graphengine.requests.grammars import Guide
-from graphengine.requests.job import Job
+from graphengine.requests.job import NO_FRAME, Frame, Job
 from graphengine.requests.request import Event, Phase, Request
 from graphengine.requests.result import FinishReason, TokenLogprobs
 from graphengine.text.tokenizer import TextStream
@@ -165,15 +165,15 @@ class Delivery:
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
-        given, codes = len(tokens), None
+        given, frame = len(tokens), NO_FRAME
         if job.codes is not None and given:
-            codes = job.codes[len(job.tokens) - 1]
+            frame = job.last_frame
         # If the host takes none of this step's tokens, the sequence stays where the previous step
         # ended.
         job.halted = bool(halted) and given > 0
         request.timings.tokens += [now] * given
         if stopped is None and ended is None and not flags & _HALTED:
-            event = _make(Event, (request, tokens, text, None, now, logprobs, codes))
+            event = _make(Event, (request, tokens, text, None, now, logprobs, *frame))
             if request.callback is None:
                 self._unreturned.append(event)
             else:
@@ -183,7 +183,7 @@ class Delivery:
             request.stop_reason, ended = stopped, "stop"
         elif ended is None and flags & STOP:
             request.stop_reason, ended = job.stops.reason(request.job.tokens), "stop"
-        self._finish(request, ended or "length", tokens, text, now, logprobs, codes)
+        self._finish(request, ended or "length", tokens, text, now, logprobs, frame)
         return given
 
     def _finish_without(self, request: Request, flags: int, count: int, now: float) -> None:
@@ -277,7 +277,7 @@ class Delivery:
         text: str,
         now: float,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
-        codes: tuple[int, ...] | None = None,
+        frame: Frame = NO_FRAME,
     ) -> None:
         """Retire the request; its last event has the text that was still held back."""
         job, tail = request.job, ""
@@ -298,7 +298,7 @@ class Delivery:
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:
             self._recorder.finished(request)
-        self._announce(Event(request, token_ids, text + tail, reason, now, logprobs, codes))
+        self._announce(Event(request, token_ids, text + tail, reason, now, logprobs, *frame))
 
     def end_due(self) -> None:
         """Finish requests that were cancelled since the last call, or are past their deadlines."""

@@ -249,6 +249,7 @@ class Intake:
                 routes=self._new_routes(),
                 scores=not params.room,
                 codes=None if self.inner is None else [],
+                codes_logprobs=None if self.inner is None or params.logprobs is None else [],
                 frame_size=0 if self.inner is None else self.inner.steps,
                 drawn_codes=drawn_codes,
             ),

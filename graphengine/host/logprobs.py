@@ -47,7 +47,7 @@ class LogprobMailbox:
         words: torch.Tensor | None = None,
     ) -> None:
         self.items_of_token = logprob_items(top)
-        self._mailbox = _PartialMailbox(entries, lanes, items, device=device, words=words)
+        self._mailbox = PartialMailbox(entries, lanes, items, device=device, words=words)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -137,13 +137,16 @@ class Logprobs:
 def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
     """The log-probabilities that were written for a lane with this record."""
     top = request.params.logprobs
+    if request.job.codes is not None:
+        # Log-probabilities of codes have a mailbox of their own.
+        return (), 0
     # Nothing is read for a request that has ended: its slot may have another request by now.
     if top is None or request.finish_reason is not None:
         return (), 0
     return items[: unpack_state(items[-1]).emitted], top
 
 
-class _PartialMailbox(Mailbox):
+class PartialMailbox(Mailbox):
     """A mailbox whose entries are written only in part; `written` says which part a replay writes.
 
     `written` has, for each lane, its number, the first item of each token, and how many items from

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import TAG_MASK, Payloads
+from graphengine.host.logprobs import PartialMailbox
 from graphengine.host.step_plan import Replay
 from graphengine.kernels.experts.records import route_items
 from graphengine.kernels.step.record import EPOCH_MASK, EPOCH_SHIFT, unpack_state
 from graphengine.models.weights import RoutedExperts
+from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 from graphengine.requests.routes import RecordedRoutes
 
@@ -186,36 +188,66 @@ def _routes_of(request: Request) -> RecordedRoutes:
 
 
 class FrameCodes:
-    """The codes of frames, in a mailbox of their own: K layers of one id each."""
+    """The codes of frames, in the layout of experts' ids with K layers of one id each; and their
+    log-probabilities, K items for each lane that `kernels/frames/logprobs.py` describes.
+    """
 
-    def __init__(self, mailbox: RouteMailbox) -> None:
-        self._mailbox = mailbox
+    def __init__(self, codes: RouteMailbox, logprobs: PartialMailbox) -> None:
+        self._codes, self._logprobs = codes, logprobs
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory that the steps write."""
-        return self._mailbox.tensor
+        """The memory of the codes, which the steps write."""
+        return self._codes.tensor
+
+    @property
+    def logprobs_tensor(self) -> torch.Tensor:
+        """The memory of their log-probabilities, which the steps write."""
+        return self._logprobs.tensor
 
     def clear(self) -> None:
         """Forget everything; only with no replay in flight."""
-        self._mailbox.clear()
+        self._codes.clear()
+        self._logprobs.clear()
 
     def wait(self, replay: Replay, record: Payloads, **how: Any) -> bool:
-        """Give the requests of a replay with this record the codes of their frames. Call it before
-        they get the frames' tokens; it may be called again. Waits like `Mailbox.wait`: False if
-        something has not arrived in time.
+        """Give the requests of a replay with this record the codes of their frames, and the
+        log-probabilities that they want. Call it before they get the frames' tokens; it may be
+        called again. Waits like `Mailbox.wait`: False if something has not arrived in time.
         """
         lanes = zip(replay.requests, replay.epochs, record, strict=True)
         counts = [unpack_state(lane[-1][-1]).emitted if is_live(*lane) else 0 for lane in lanes]
         if replay.chunk is not None and replay.chunk.noted:
             return True
-        found = self._mailbox.wait_ids(replay.sequence, counts, **how)
+        found = self._codes.wait_ids(replay.sequence, counts, **how)
         if found is None:
             return False
-        for request, count, ids in zip(replay.requests, counts, found, strict=True):
-            codes = request.job.codes
-            if count and codes is not None:
+        jobs = [request.job for request in replay.requests]
+        for job, count, ids in zip(jobs, counts, found, strict=True):
+            if count and job.codes is not None:
                 # The tokens that were read have frames; what follows is from an earlier call.
-                del codes[len(request.job.tokens) :]
-                codes.append(tuple(ids[0, :, 0].tolist()))
+                del job.codes[len(job.tokens) :]
+                job.codes.append(tuple(ids[0, :, 0].tolist()))
+        return self._wait_logprobs(replay.sequence, jobs, counts, how)
+
+    def _wait_logprobs(
+        self, sequence: int, jobs: Sequence[Job], counts: Sequence[int], how: dict[str, Any]
+    ) -> bool:
+        """Give the lanes with a frame the log-probabilities that they want; False if they have not
+        arrived in time.
+        """
+        wants = [
+            (lane, job.codes_logprobs, job.frame_size)
+            for lane, (job, count) in enumerate(zip(jobs, counts, strict=True))
+            if count and job.codes_logprobs is not None
+        ]
+        if not wants:
+            return True
+        self._logprobs.written = [(lane, [0], size) for lane, _, size in wants]
+        payloads = self._logprobs.wait(sequence, len(jobs), **how)
+        if payloads is None:
+            return False
+        for (lane, kept, _), bits in zip(wants, payloads, strict=True):
+            del kept[len(jobs[lane].tokens) :]
+            kept.append(tuple(np.array(bits, np.uint32).view(np.float32).tolist()))
         return True

@@ -273,6 +273,8 @@ def _frame_step(
         family=config.family,
         eps=model.config.norm_eps,
         mailbox=codes.tensor,
+        logprobs=codes.logprobs_tensor,
+        sampled=config.logprobs_mode == "sampled_logprobs",
     )
 
 

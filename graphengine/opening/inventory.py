@@ -84,6 +84,7 @@ class Rings(NamedTuple):
     routes: RingShape | None = None
     prompt_routes: RingShape | None = None
     codes: RingShape | None = None
+    codes_logprobs: RingShape | None = None
 
 
 def mailboxes(
@@ -95,7 +96,8 @@ def mailboxes(
     inner: InnerDecoder | None = None,
 ) -> Rings:
     """The shapes of all mailboxes: tokens and the state of each lane; log-probabilities of new
-    tokens and of prompts; experts of new tokens and of prompts; codes of frames.
+    tokens and of prompts; experts of new tokens and of prompts; codes of frames and their
+    log-probabilities.
 
     prefill_tokens  tokens of the largest prefill bucket
     routed          the model's experts, if they are recorded
@@ -109,9 +111,10 @@ def mailboxes(
         of_token = route_items(routed.layers, routed.chosen)
         routes = RingShape(entries, lanes, tokens_per_step * of_token)
         prompt_routes = RingShape(entries, prefill_tokens, of_token)
-    codes = None
+    codes = codes_logprobs = None
     if inner is not None:
         codes = RingShape(entries, lanes, route_items(inner.steps, 1))
+        codes_logprobs = RingShape(entries, lanes, inner.steps)
     return Rings(
         tokens=RingShape(entries, lanes, tokens_per_step + 1),
         logprobs=RingShape(entries, lanes, tokens_per_step * items),
@@ -119,6 +122,7 @@ def mailboxes(
         routes=routes,
         prompt_routes=prompt_routes,
         codes=codes,
+        codes_logprobs=codes_logprobs,
     )
 
 

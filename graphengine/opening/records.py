@@ -6,6 +6,7 @@ They are in memory of their own, or in a mapped file, where another process read
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from graphengine.buckets import Mailbox
 from graphengine.buckets.shared_memory import PageLocked
 from graphengine.config import EngineConfig
-from graphengine.host.logprobs import LogprobMailbox, Logprobs
+from graphengine.host.logprobs import LogprobMailbox, Logprobs, PartialMailbox
 from graphengine.host.routes import FrameCodes, RouteMailbox, RouteTable, Routing
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import Rings, RingShape, mailboxes
@@ -115,9 +116,7 @@ def new_records(
     )
     routed, codes = memory.routed, None
     if memory.inner is not None:
-        assert rings.codes is not None, f"{rings=}"
-        ids = (memory.inner.steps, 1)
-        codes = FrameCodes(RouteMailbox(*rings.codes, ids, device=device, words=words(rings.codes)))
+        codes = _frame_codes(rings, memory.inner.steps, device, words)
     if routed is None:
         return Records(mailbox, logprobs, None, codes)
     assert rings.routes is not None and rings.prompt_routes is not None, f"{rings=}"
@@ -128,3 +127,18 @@ def new_records(
     slots = memory.ladder.max_batch
     table = RouteTable(slots, memory.max_seq_len, routed, device=device)
     return Records(mailbox, logprobs, Routing(tokens, chunks, table), codes)
+
+
+def _frame_codes(
+    rings: Rings,
+    steps: int,
+    device: torch.device,
+    words: Callable[[RingShape], Tensor | None],
+) -> FrameCodes:
+    """The mailboxes of frames of `steps` codes."""
+    of_codes, of_logprobs = rings.codes, rings.codes_logprobs
+    assert of_codes is not None and of_logprobs is not None, f"{rings=}"
+    return FrameCodes(
+        RouteMailbox(*of_codes, (steps, 1), device=device, words=words(of_codes)),
+        PartialMailbox(*of_logprobs, device=device, words=words(of_logprobs)),
+    )

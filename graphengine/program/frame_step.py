@@ -41,6 +41,7 @@ from graphengine.models.inner.weights import InnerWeights
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.options.code_sampling import DrawnCode
+from graphengine.program.code_logprobs import CodeLogprobs
 from graphengine.program.graph_key import Sampler
 from graphengine.requests.request import Request
 
@@ -106,6 +107,8 @@ class Frame(NamedTuple):
     token: FrameToken
     code: Tensor
     """int32 [K, N]: the codes of the live lanes, -1 where none could be drawn."""
+    logprob: Tensor | None
+    """float32 [K, N], in lanes that want them; None where no lane may."""
 
 
 class FrameStep:
@@ -115,6 +118,8 @@ class FrameStep:
     family    of the inner decoder's products
     eps       of the model's final norm
     mailbox   receives the codes, in the layout of experts' ids: K layers of one id each
+    logprobs  receives their log-probabilities, K items for each lane
+    sampled   whether these may be of what codes are drawn from
     """
 
     def __init__(
@@ -126,6 +131,8 @@ class FrameStep:
         family: RowFamily,
         eps: float,
         mailbox: Tensor,
+        logprobs: Tensor,
+        sampled: bool,
     ) -> None:
         self.config, self._weights = weights.config, weights
         self._codes, self._eps = buffers[CODES_FIELD], eps
@@ -137,6 +144,9 @@ class FrameStep:
             self._sampling._replace(**{name: rows[row, :slots] for name, rows in drawn.items()})
             for row in range(self.config.steps - 1)
         ]
+        self._logprobs = CodeLogprobs(
+            buffers, (self._sampling, *self._sampling_of), logprobs, sampled=sampled
+        )
         self._steps = InnerSteps(weights, buffers[CACHE_FIELD], slots)
         dtype = weights.norm.dtype
         self.plans, _ = choose_plans(self.config.linears, dtype, family, buffers.device)
@@ -163,12 +173,15 @@ class FrameStep:
         hidden: Residual | Tensor,
         *,
         sampler: Sampler,
+        logits: Tensor | None,
         pdl: bool,
     ) -> Frame:
         """Draw a frame whose first code has these tiles.
 
         hidden   the model's stream, scaled for its final norm, or `[N, H]` after it
         sampler  of the later codes; that of "full" knows the requests' filters
+        logits   of the first code; None where no lane may want log-probabilities. Without "full" it
+                 is None
         """
         config, slot = self.config, lanes.slot
         lanes_count, launch = slot.numel(), replace(self._launch, pdl=pdl)
@@ -176,19 +189,36 @@ class FrameStep:
         x = torch.empty(
             (2, lanes_count, config.hidden_size), dtype=torch.float32, device=slot.device
         )
+        logprob = None if logits is None else self._logprobs.new(lanes_count)
         tiles = best_NC, health_NC
         embedded = self._taken(tiles, slot, frame, x, 0, pdl)
+        self._note(0, logits, frame, lanes, logprob, pdl)
         self._steps.begin(hidden, self._eps, slot, x[0], launch)
         for place in range(1, config.steps):
             stream = x[1] if place == 1 else x[0]
             output = self._steps.run(place, embedded, slot, stream, launch)
-            tiles = self._tiles(place, output, lanes, sampler, launch)
+            tiles, logits = self._tiles(place, output, lanes, sampler, launch)
             if place < config.steps - 1:
                 # The output of the position before has been read by now.
                 x = torch.empty_like(x[:1])
                 embedded = self._taken(tiles, slot, frame, x, place, pdl)
+                self._note(place, logits, frame, lanes, logprob, pdl)
         token = end_frame(*tiles, slot, frame, self._codes, self._end, pdl=pdl)
-        return Frame(token, frame)
+        self._note(config.steps - 1, logits, frame, lanes, logprob, pdl)
+        return Frame(token, frame, logprob)
+
+    def _note(
+        self,
+        place: int,
+        logits: Tensor | None,
+        frame: Tensor,
+        lanes: DecodeLanes,
+        out: Tensor | None,
+        pdl: bool,
+    ) -> None:
+        """Note the log-probabilities of the codes at this place, where lanes may want them."""
+        if logits is not None and out is not None:
+            self._logprobs.note(place, logits, frame[place], lanes, out, pdl=pdl)
 
     def _taken(
         self,
@@ -210,22 +240,23 @@ class FrameStep:
         lanes: DecodeLanes,
         sampler: Sampler,
         launch: DecodeLaunch,
-    ) -> tuple[Tensor, Tensor]:
-        """The best code of each tile at this place of the frame, and whether it is valid."""
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """The best code of each tile at this place of the frame, and whether it is valid; then the
+        logits, None where the sampler keeps them out of memory.
+        """
         call = self._steps.head(place, output, lanes.slot, launch)
         ahead, sampling = 1 + place * CODE_STRIDE, self._sampling_of[place - 1]
         if sampler == "fast":
-            return linear(call, SampleTiles(lanes.position, sampling, ahead=ahead))
-        return sample_tiles(
-            linear(call, LOGITS),
-            lanes.slot,
-            lanes.position,
-            sampling,
-            ahead=ahead,
-            pdl=launch.pdl,
+            return linear(call, SampleTiles(lanes.position, sampling, ahead=ahead)), None
+        logits = linear(call, LOGITS)
+        tiles = sample_tiles(
+            logits, lanes.slot, lanes.position, sampling, ahead=ahead, pdl=launch.pdl
         )
+        return tiles, logits
 
     def publish(self, frame: Frame, count_R: Tensor, slot_R: Tensor, *, pdl: bool) -> None:
         """Publish the codes of the rows that have a frame; the step itself has published."""
         code = frame.code[:, :, None]
         publish_routes(self._mailbox, self._sequence, count_R, slot_R, code, pdl=pdl)
+        if frame.logprob is not None:
+            self._logprobs.publish(frame.logprob, count_R, slot_R, pdl=pdl)

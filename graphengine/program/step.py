@@ -148,7 +148,10 @@ class StepProgram:
         processed, best, health = self._sample(lanes, residual, sampler, drafts, tree)
         frame = relaxed = None
         if self.frames is not None:
-            frame = self.frames.draw(best, health, lanes, residual, sampler=sampler, pdl=pdl)
+            first = None if processed is None else processed.logits
+            frame = self.frames.draw(
+                best, health, lanes, residual, sampler=sampler, logits=first, pdl=pdl
+            )
             best, health, _ = frame.token
         if self.relaxation is not None and drafts:
             assert processed is not None, "relaxed acceptance reads logits: those of `full`"
@@ -175,7 +178,7 @@ class StepProgram:
             shape = {"rows": rows, "width": 1 + drafts}
             for cache in self.states.dense():
                 move_path(cache, self.states.block_table, step.path, **shape, pdl=pdl)
-        if processed is not None:
+        if processed is not None and frame is None:
             options.report(processed, step.token_N, step.count_R, path=step.path, pdl=pdl)
         if self.routing is not None and routes is not None:
             self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
@@ -285,7 +288,8 @@ class StepProgram:
             # Chunks before the last one have no frame: their lane is padded.
             lane = DecodeLanes(position, torch.where(final != 0, slot, -1), position)
             tiles = sample_tiles(logits, lane.slot, position, self.sampling)
-            frame = self.frames.draw(*tiles, lane, last, sampler="full", pdl=False)
+            first = None if processed is None else logits
+            frame = self.frames.draw(*tiles, lane, last, sampler="full", logits=first, pdl=False)
             sampled = frame.token.token
         else:
             sampled = sample(logits, slot, position, self.sampling)
@@ -294,7 +298,7 @@ class StepProgram:
             self.state, sampled, slot, start, count, final, self.stopping, sequences
         )
         publish(self.mailbox.tensor, self.state, sampled, flags, slot)
-        if processed is not None:
+        if processed is not None and frame is None:
             self.logits_step.report(processed, sampled, flags & EMITTED)
         if kind == "prompt":
             assert hidden is not None, f"{kind=}"

@@ -10,7 +10,7 @@ _OF_TEXT = ("stop", "structured_outputs", "include_stop_str_in_output")
 _OF_TOKENS = (
     *("min_tokens", "stop_token_ids", "stop_token_sequences", "allowed_token_ids", "bad_words"),
     *("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("logprobs", "prompt_logprobs", "forced_tokens"),
+    *("prompt_logprobs", "forced_tokens"),
 )
 _USUAL = SamplingParams()
 
@@ -36,4 +36,9 @@ def read_frame_params(params: SamplingParams, inner: InnerDecoder | None) -> tup
             value = getattr(params, name)
             if value != getattr(_USUAL, name):
                 raise ValueError(f"{name}={value!r:.99}: {why}")
+    if params.logprobs:
+        raise ValueError(
+            f"logprobs={params.logprobs}: frames have the log-probabilities of their own codes "
+            f"alone, logprobs=0"
+        )
     return params.drawn_codes(inner.steps - 1)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from graphengine.routing_record import Ids
     from graphengine.text.tokenizer import TextStream
 
+Frame = tuple[tuple[int, ...] | None, tuple[float, ...] | None]
+"""The codes of a frame and their log-probabilities; None where there are none."""
+NO_FRAME: Frame = (None, None)
+
 
 @dataclass(kw_only=True, slots=True)
 class Placement:
@@ -112,6 +116,8 @@ class Job:
     private      whether only its callback gets its events: no step returns them
     tokens       the tokens of output so far
     codes        the codes of each token's frame; None where a step emits tokens
+    codes_logprobs
+                 their log-probabilities; None where the caller asks for none
     frame_size   codes of a frame; 0 where a step emits tokens
     drawn_codes  how each code after a frame's first is drawn
     """
@@ -144,6 +150,7 @@ class Job:
     private: bool = False
     tokens: list[int] = field(default_factory=list)
     codes: list[tuple[int, ...]] | None = None
+    codes_logprobs: list[tuple[float, ...]] | None = None
     frame_size: int = 0
     drawn_codes: tuple[DrawnCode, ...] = ()
 
@@ -155,6 +162,15 @@ class Job:
         """The placement of a request that holds a slot."""
         assert self.placement is not None, f"a request of {self.prompt_len=} holds no slot"
         return self.placement
+
+    @property
+    def last_frame(self) -> Frame:
+        """The frame of the newest token."""
+        last, codes, logprobs = len(self.tokens) - 1, self.codes, self.codes_logprobs
+        return (
+            None if codes is None else codes[last],
+            None if logprobs is None else logprobs[last],
+        )
 
     def end(self) -> None:
         """Give back what a finished request no longer uses: its handle may live long."""

@@ -165,6 +165,8 @@ def _logprobs_source(params: SamplingParams, config: EngineConfig, *, changed: b
     if mode == "sampled_logprobs":
         # Without any of these the sampler draws from the processed logits themselves.
         same = params.temperature in (0, 1) and not params.filtered and not params.min_tokens
+        # Codes after a frame's first may be drawn otherwise.
+        same = same and params.codes is None
         return 0 if same else SAMPLED.value
     return int(changed and mode == "raw_logprobs")
 

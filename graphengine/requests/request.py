@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.job import Job
 from graphengine.requests.result import FinishReason, Result, Timings, TokenLogprobs
 from graphengine.sampling_params import SamplingParams
+
+Number = TypeVar("Number", np.int32, np.float32)
 
 
 class QueueFull(RuntimeError):
@@ -39,6 +41,7 @@ class Event(NamedTuple):
     time           `time.perf_counter()` when the host read the tokens
     logprobs       log-probabilities of each new token, if the request asks for them
     codes          the codes of the new frame, of a model whose steps emit frames; else None
+    codes_logprobs  the log-probability of each of these codes, if the request asks for them
     """
 
     request: Request
@@ -48,6 +51,7 @@ class Event(NamedTuple):
     time: float
     logprobs: tuple[TokenLogprobs, ...] | None = None
     codes: tuple[int, ...] | None = None
+    codes_logprobs: tuple[float, ...] | None = None
 
     @property
     def request_id(self) -> int:
@@ -127,7 +131,9 @@ class Request:
         self.callback = callback
         self.job = job
         self.phase = Phase.WAITING
-        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.logprobs: list[TokenLogprobs] | None = None
+        if params.logprobs is not None and job.codes is None:
+            self.logprobs = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_token_ids)
@@ -227,15 +233,16 @@ class Request:
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             routing=self._routing(),
-            codes=self._codes(),
+            codes=self._of_frames(self.job.codes, np.int32),
+            codes_logprobs=self._of_frames(self.job.codes_logprobs, np.float32),
         )
 
-    def _codes(self) -> NDArray[np.int32] | None:
-        """The codes of all frames; None where a step emits tokens."""
-        codes, shape = self.job.codes, (len(self.job.tokens), self.job.frame_size)
-        if codes is None:
-            return None
-        return np.array(codes[: shape[0]], dtype=np.int32).reshape(shape)
+    def _of_frames(
+        self, rows: Sequence[tuple[float, ...]] | None, dtype: type[Number]
+    ) -> NDArray[Number] | None:
+        """What the codes of all frames have, [frames, K]; None where that is not known."""
+        shape = len(self.job.tokens), self.job.frame_size
+        return None if rows is None else np.array(rows[: shape[0]], dtype=dtype).reshape(shape)
 
     def _routing(self) -> NDArray[np.int16] | None:
         """The experts of every token that was fed; None if they are not recorded."""

@@ -93,6 +93,8 @@ class Result:
                  them: in a restored session
     codes        of a model whose steps emit frames, int32 [frames, K]: the codes of each frame; the
                  one that ended the request is the last. None for other models
+    codes_logprobs  float32 [frames, K], the log-probability of each code, if the request asked for
+                 `logprobs`; `logprobs` itself is None where steps emit frames
     """
 
     request_id: int
@@ -112,6 +114,7 @@ class Result:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     routing: NDArray[np.int16] | None = field(default=None, compare=False)
     codes: NDArray[np.int32] | None = field(default=None, compare=False)
+    codes_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -136,7 +139,9 @@ class Result:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' log-probabilities; None without `logprobs`."""
+        """The sum of the log-probabilities of all tokens, or codes; None without `logprobs`."""
+        if self.codes_logprobs is not None:
+            return float(self.codes_logprobs.sum(dtype=np.float64))
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)
@@ -175,6 +180,7 @@ class Result:
         routing           null, or for each token that was fed, for each layer with experts, the
                           list of their ids
         codes             null, or for each frame the list of its codes
+        codes_logprobs    null, or for each frame the list of its codes' log-probabilities
         """
         submitted, finished = self.timings.submitted, self.timings.finished
         reason = self.stop_reason
@@ -200,6 +206,9 @@ class Result:
             "prompt_logprobs": _lists_of(self.prompt_logprobs),
             "routing": None if self.routing is None else self.routing.tolist(),
             "codes": None if self.codes is None else self.codes.tolist(),
+            "codes_logprobs": (
+                None if self.codes_logprobs is None else self.codes_logprobs.tolist()
+            ),
         }
 
 

@@ -1,5 +1,6 @@
 """Frames of codes: what a step that emits several codes does besides its products.
 
-embed.py   the embedding of a whole frame, which begins a step
-codes.py   each code on its way to the next position of an inner decoder, and the frame's end
+embed.py      the embedding of a whole frame, which begins a step
+codes.py      each code on its way to the next position of an inner decoder, and the frame's end
+logprobs.py   log-probabilities of codes, and their mailbox
 """

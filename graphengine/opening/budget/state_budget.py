@@ -124,7 +124,8 @@ def _add_mailboxes(budget: MemoryBudget, shape: EngineShape) -> None:
     logprobs = _ring_bytes(shape, rings.logprobs, rings.prompt_logprobs)
     budget.add("log-probabilities", logprobs, shape.pinned)
     if rings.codes is not None:
-        budget.add("codes of frames", _ring_bytes(shape, rings.codes), shape.pinned)
+        codes = _ring_bytes(shape, rings.codes, rings.codes_logprobs)
+        budget.add("codes of frames", codes, shape.pinned)
     if shape.recorded is not None:
         routes = _ring_bytes(shape, rings.routes, rings.prompt_routes)
         budget.add("experts of tokens", routes, shape.pinned)

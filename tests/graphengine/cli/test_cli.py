@@ -32,7 +32,7 @@ RESULT_KEYS = {
     "request_id", "prompt_token_ids", "token_ids", "text", "segments", "finish_reason",
     "stop_reason", "seed", "timings", "cached_tokens", "weight_version", "adapter",
     "acceptance", "logprobs",
-    "prompt_logprobs", "routing", "codes",
+    "prompt_logprobs", "routing", "codes", "codes_logprobs",
 }  # fmt: skip
 # Besides those of `Result.to_dict()`.
 SUMMARY_KEYS = {

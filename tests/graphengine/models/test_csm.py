@@ -401,7 +401,7 @@ def test_requests_that_are_refused(five: Csm) -> None:
         "min_tokens": 2, "stop_token_ids": [3], "stop_token_sequences": [[3, 4]],
         "allowed_token_ids": [3], "bad_words": [[3]], "logit_bias": {3: 1.0},
         "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.5,
-        "logprobs": 2, "prompt_logprobs": 0, "forced_tokens": True,
+        "prompt_logprobs": 0, "forced_tokens": True,
     }  # fmt: skip
     with open_engine(five.path, device="cpu", **SIZES) as engine:
         for name, value in of_tokens.items():

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from checkpoints.csm_models import write_csm
+from checkpoints.csm_models import logits_of, write_csm
 from engines.small_engine import open_engine
 from graphengine import CodeSampling, SamplingParams
 from graphengine.kernels.sample.candidates import SamplingTensors
@@ -30,16 +29,6 @@ def csm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def params(**options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=FRAMES, ignore_eos=True, **options)
-
-
-def logits_of(model: Any, codes: Tensor) -> Tensor:
-    """[frames, K, V]: transformers' logits of each code of these frames after `PROMPT`."""
-    embeds = model.embed_text_tokens(torch.tensor([PROMPT]))
-    embeds = torch.cat([embeds, model.backbone_model.embed_tokens(codes[None])], dim=1)
-    hidden = model.backbone_model(inputs_embeds=embeds)[0][0, len(PROMPT) - 1 : -1]
-    fed = torch.nn.functional.pad(codes[:, :-1], (1, 0))
-    of_depth = model.depth_decoder(input_ids=fed, backbone_last_hidden_state=hidden).logits
-    return torch.cat([model.lm_head(hidden)[:, None], of_depth], dim=1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -77,8 +66,7 @@ def test_codes_are_drawn_as_the_sampler_says(csm: tuple[Path, Any], device: str,
     with open_engine(path, device=device, **SIZES) as engine:
         for seed in range(3):
             result = engine.generate(PROMPT, params(seed=seed, **OPTIONS[name]))
-            with torch.no_grad():
-                logits = logits_of(model, torch.tensor(result.codes).long())
+            logits = logits_of(model, PROMPT, torch.tensor(result.codes).long())
             for place in range(PLACES):
                 sampling = SamplingTensors.neutral(1)
                 for option, value in {**of_place(OPTIONS[name], place), "seed": seed}.items():
@@ -87,7 +75,7 @@ def test_codes_are_drawn_as_the_sampler_says(csm: tuple[Path, Any], device: str,
                     len(PROMPT) - 1 + frame + place * CODE_STRIDE for frame in range(FRAMES)
                 ]
                 drawn = sample_reference(
-                    logits[:, place].float().contiguous(),
+                    logits[:, place].contiguous(),
                     torch.zeros(FRAMES, dtype=torch.int32),
                     torch.tensor(positions, dtype=torch.int32),
                     sampling,

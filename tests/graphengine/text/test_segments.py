@@ -218,7 +218,7 @@ NAMES = {
     "request_id", "prompt_token_ids", "token_ids", "text", "segments", "finish_reason",
     "stop_reason", "seed", "timings", "cached_tokens", "weight_version", "adapter",
     "acceptance", "logprobs",
-    "prompt_logprobs", "routing", "codes",
+    "prompt_logprobs", "routing", "codes", "codes_logprobs",
 }  # fmt: skip
 ACCEPTANCE = {
     "steps", "tokens", "proposed", "accepted", "mean_length", "rate", "per_position",

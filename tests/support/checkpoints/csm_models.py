@@ -85,6 +85,17 @@ def write_csm(path: Path, codebooks: int, codes: int = 37, **options: Any) -> An
     return model
 
 
+def logits_of(model: Any, prompt: list[int], codes: torch.Tensor) -> torch.Tensor:
+    """[frames, K, V]: logits of each code of these frames after a prompt of text."""
+    with torch.no_grad():
+        embeds = model.embed_text_tokens(torch.tensor([prompt]))
+        embeds = torch.cat([embeds, model.backbone_model.embed_tokens(codes[None])], dim=1)
+        hidden = model.backbone_model(inputs_embeds=embeds)[0][0, len(prompt) - 1 : -1]
+        fed = torch.nn.functional.pad(codes[:, :-1], (1, 0))
+        depth = model.depth_decoder(input_ids=fed, backbone_last_hidden_state=hidden).logits
+        return torch.cat([model.lm_head(hidden)[:, None], depth], dim=1).float()
+
+
 def frames_of(model: Any, **inputs: Any) -> torch.Tensor:
     """[frames, K]: greedy frames of transformers' `generate`."""
     count = inputs.pop("frames")
