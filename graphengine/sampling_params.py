@@ -23,6 +23,7 @@ from graphengine.options.code_sampling import (
     CodeSampling,
     DrawnCode,
 )
+from graphengine.options.forced_codes import ForcedCodes
 from graphengine.options.logits_params import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -287,6 +288,13 @@ class SamplingParams:
         doc="""how the codes of a frame after the first are drawn, for a model whose steps emit
         frames: `CodeSampling`; None: as its first code is""",
     )
+    forced_codes: ForcedCodes | ArrayLike | None = option(
+        None,
+        doc="""codes [frames, codes of a frame] that the request's first frames have, whatever the
+        model says, for a model whose steps emit frames; -1 for a code that is drawn. What follows
+        is conditioned on them, and `logprobs` are theirs; None: all codes are drawn""",
+        hashed=False,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -315,6 +323,8 @@ class SamplingParams:
         }
         if self.routing is not None:
             frozen["routing"] = RoutingRecord(self.routing)
+        if self.forced_codes is not None:
+            frozen["forced_codes"] = ForcedCodes(self.forced_codes)
         if self.allowed_token_ids is not None:
             frozen["allowed_token_ids"] = frozen_ids("allowed_token_ids", self.allowed_token_ids)
         for name, value in frozen.items():
@@ -332,6 +342,13 @@ class SamplingParams:
         """`routing` as the checked record."""
         assert self.routing is None or isinstance(self.routing, RoutingRecord), f"{self.routing=}"
         return self.routing
+
+    @property
+    def given_codes(self) -> ForcedCodes | None:
+        """`forced_codes` as the checked codes."""
+        given = self.forced_codes
+        assert given is None or isinstance(given, ForcedCodes), f"{given=}"
+        return given
 
     @property
     def room(self) -> int:

@@ -19,6 +19,7 @@ REQUEST_GROUPS: Groups = {
         "top_n_sigma",
         "seed",
         "codes",
+        "forced_codes",
     ),
     "Where the output ends": (
         "max_tokens",

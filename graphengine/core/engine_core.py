@@ -43,7 +43,7 @@ from graphengine.program.fields import (
     rope_updates,
     seen_updates,
 )
-from graphengine.program.frame_step import drawn_updates
+from graphengine.program.frame_step import GIVEN_FIELD, drawn_updates
 from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
@@ -403,7 +403,9 @@ class EngineCore:
         if self.intake.adapters.slots:
             updates |= adapter_updates(plan, slots)
         if self.intake.inner is not None and plan.slots_changed:
+            assert self.runtime.codes is not None, "frames have a mailbox"
             updates |= drawn_updates(slots, self.intake.inner)
+            updates[GIVEN_FIELD] = self.runtime.codes.given.updates(slots)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)

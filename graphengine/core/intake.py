@@ -28,7 +28,7 @@ from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
-from graphengine.requests.frames import read_frame_params
+from graphengine.requests.frames import given_frames, read_frame_params
 from graphengine.requests.grammar_pool import DeviceGuide, GrammarPool
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
@@ -217,6 +217,8 @@ class Intake:
         self._check_prompt_rows(prompt_logprobs_out, len(prompt.ids), params)
         guide = self._guide(params, processing)
         given_routes = self._given_routes(params)
+        max_len = self._max_len(len(prompt.ids), params, rope_shift)
+        given_codes = given_frames(params, self.inner, max_len - len(prompt.ids))
         self.made += 1
         return Request(
             request_id=self.made,
@@ -230,7 +232,7 @@ class Intake:
             weight_version=self.weight_version,
             job=Job(
                 prompt_len=len(prompt.ids),
-                max_len=self._max_len(len(prompt.ids), params, rope_shift),
+                max_len=max_len,
                 min_tokens=params.min_tokens,
                 embeds=prompt.embeds,
                 rope_shift=rope_shift,
@@ -251,6 +253,7 @@ class Intake:
                 codes=None if self.inner is None else [],
                 codes_logprobs=None if self.inner is None or params.logprobs is None else [],
                 frame_size=0 if self.inner is None else self.inner.steps,
+                given_codes=given_codes,
                 drawn_codes=drawn_codes,
             ),
         )

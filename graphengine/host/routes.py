@@ -187,13 +187,46 @@ def _routes_of(request: Request) -> RecordedRoutes:
     return routes
 
 
+class GivenCodeTable:
+    """The codes that requests give: `tensor`, int16 [S, P, K], which the device only reads.
+
+    Pinned for a CUDA device. As in `RouteTable`, replays in flight may read what is overwritten.
+    """
+
+    def __init__(self, slots: int, positions: int, places: int, *, device: torch.device) -> None:
+        self.tensor = torch.full(
+            (slots, positions, places), -1, dtype=torch.int16, pin_memory=device.type == "cuda"
+        )
+        self._codes: NDArray[np.int16] = self.tensor.numpy()
+        self._held: list[Request | None] = [None] * slots
+
+    def updates(self, slots: Sequence[Request | None]) -> list[int]:
+        """Write the requests' codes into the table; returns where each slot's frames end."""
+        ends = []
+        for slot, request in enumerate(slots):
+            given = None if request is None else request.job.given_codes
+            end = 0
+            if request is not None and given is not None:
+                start = request.job.prompt_len
+                end = start + len(given)
+                if self._held[slot] is not request:
+                    self._codes[slot, start:end] = given
+            self._held[slot] = request
+            ends.append(end)
+        return ends
+
+
 class FrameCodes:
     """The codes of frames, in the layout of experts' ids with K layers of one id each; and their
     log-probabilities, K items for each lane that `kernels/frames/logprobs.py` describes.
+
+    given  the codes that requests give
     """
 
-    def __init__(self, codes: RouteMailbox, logprobs: PartialMailbox) -> None:
-        self._codes, self._logprobs = codes, logprobs
+    def __init__(
+        self, codes: RouteMailbox, logprobs: PartialMailbox, given: GivenCodeTable
+    ) -> None:
+        self._codes, self._logprobs, self.given = codes, logprobs, given
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -272,6 +272,7 @@ def _frame_step(
         setting.launch,
         family=config.family,
         eps=model.config.norm_eps,
+        given=codes.given.tensor,
         mailbox=codes.tensor,
         logprobs=codes.logprobs_tensor,
         sampled=config.logprobs_mode == "sampled_logprobs",

@@ -18,7 +18,7 @@ from graphengine.buckets import Mailbox
 from graphengine.buckets.shared_memory import PageLocked
 from graphengine.config import EngineConfig
 from graphengine.host.logprobs import LogprobMailbox, Logprobs, PartialMailbox
-from graphengine.host.routes import FrameCodes, RouteMailbox, RouteTable, Routing
+from graphengine.host.routes import FrameCodes, GivenCodeTable, RouteMailbox, RouteTable, Routing
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.inventory import Rings, RingShape, mailboxes
 
@@ -116,7 +116,7 @@ def new_records(
     )
     routed, codes = memory.routed, None
     if memory.inner is not None:
-        codes = _frame_codes(rings, memory.inner.steps, device, words)
+        codes = _frame_codes(rings, memory, memory.inner.steps, words)
     if routed is None:
         return Records(mailbox, logprobs, None, codes)
     assert rings.routes is not None and rings.prompt_routes is not None, f"{rings=}"
@@ -131,14 +131,15 @@ def new_records(
 
 def _frame_codes(
     rings: Rings,
+    memory: MemoryPlan,
     steps: int,
-    device: torch.device,
     words: Callable[[RingShape], Tensor | None],
 ) -> FrameCodes:
-    """The mailboxes of frames of `steps` codes."""
-    of_codes, of_logprobs = rings.codes, rings.codes_logprobs
+    """The mailboxes of frames of `steps` codes, and the table of those that requests give."""
+    of_codes, of_logprobs, device = rings.codes, rings.codes_logprobs, memory.device
     assert of_codes is not None and of_logprobs is not None, f"{rings=}"
     return FrameCodes(
         RouteMailbox(*of_codes, (steps, 1), device=device, words=words(of_codes)),
         PartialMailbox(*of_logprobs, device=device, words=words(of_logprobs)),
+        GivenCodeTable(memory.ladder.max_batch, memory.max_seq_len, steps, device=device),
     )

@@ -1,7 +1,7 @@
 """The part of a step in which an inner decoder draws the codes of a frame after the first.
 
     begin     the embedding of the last frame begins a decode step's stream
-    draw      the first code's tiles -> all codes, and the frame's token
+    draw      the first code's tiles -> all codes that are not given, and the frame's token
     publish   the codes go to the host, once the step has published its token
 
 Code k of the frame whose token will sit at position p is drawn with the noise of position
@@ -28,6 +28,7 @@ from graphengine.drafters import FieldSizes
 from graphengine.kernels.experts.records import publish_routes
 from graphengine.kernels.frames.codes import FrameEnd, FrameToken, end_frame, take_code
 from graphengine.kernels.frames.embed import embed_frames
+from graphengine.kernels.frames.given import given_codes
 from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily
@@ -46,6 +47,7 @@ from graphengine.program.graph_key import Sampler
 from graphengine.requests.request import Request
 
 CODES_FIELD, CACHE_FIELD = "frame_codes", "inner_cache"
+GIVEN_FIELD = "codes_given"
 DRAWN_FIELDS = {name: f"codes_{name}" for name in DrawnCode._fields}
 """Fields of how codes after the first are drawn, by the name of the option."""
 # Slots of a row are padded to whole 16 bytes, as kernels are compiled for where a row begins.
@@ -77,11 +79,21 @@ def inner_fields(config: InnerDecoder, sizes: FieldSizes) -> list[Field]:
             group="codes",
         )
 
+    given = Field(
+        name=GIVEN_FIELD,
+        shape=(sizes.slots,),
+        dtype=torch.int32,
+        owner="host",
+        pad=0,
+        meaning="position at which the slot's given frames end",
+        group="codes",
+    )
     codes, cache = (sizes.slots, config.steps), config.cache_shape(sizes.slots)
     return [
         host("temperature", torch.float32, 0),
         host("top_k", torch.int32, 0),
         host("top_p", torch.float32, 1),
+        given,
         device(CODES_FIELD, codes, torch.int32, "codes of the slot's last frame"),
         device(CACHE_FIELD, cache, sizes.dtype, "keys and values of the inner decoder"),
     ]
@@ -117,6 +129,7 @@ class FrameStep:
     launch    how the model's kernels are launched
     family    of the inner decoder's products
     eps       of the model's final norm
+    given     int16 [S, P, K]: codes of frames by position, -1 where they are drawn
     mailbox   receives the codes, in the layout of experts' ids: K layers of one id each
     logprobs  receives their log-probabilities, K items for each lane
     sampled   whether these may be of what codes are drawn from
@@ -130,12 +143,14 @@ class FrameStep:
         *,
         family: RowFamily,
         eps: float,
+        given: Tensor,
         mailbox: Tensor,
         logprobs: Tensor,
         sampled: bool,
     ) -> None:
         self.config, self._weights = weights.config, weights
         self._codes, self._eps = buffers[CODES_FIELD], eps
+        self._given, self._given_until = given, buffers[GIVEN_FIELD]
         self._mailbox, self._sequence = mailbox, buffers["sequence"]
         self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         slots = len(self._codes)
@@ -185,7 +200,7 @@ class FrameStep:
         """
         config, slot = self.config, lanes.slot
         lanes_count, launch = slot.numel(), replace(self._launch, pdl=pdl)
-        frame = slot.new_empty(config.steps, lanes_count)
+        frame = given_codes(self._given, self._given_until, slot, lanes.position, pdl=pdl)
         x = torch.empty(
             (2, lanes_count, config.hidden_size), dtype=torch.float32, device=slot.device
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.options.code_sampling import DrawnCode
 from graphengine.sampling_params import SamplingParams
@@ -19,14 +22,16 @@ def read_frame_params(params: SamplingParams, inner: InnerDecoder | None) -> tup
     """How each code after a frame's first is drawn; empty where a step emits tokens.
 
     ValueError, with name and value, for an option of text or of single tokens where it emits
-    frames, and for `codes` where it does not.
+    frames, and for `codes` and `forced_codes` where it does not.
     """
     if inner is None:
-        if params.codes is not None:
-            raise ValueError(
-                f"codes={params.codes!r:.99} is for models whose steps emit frames of codes: this "
-                f"one emits tokens"
-            )
+        for name in ("codes", "forced_codes"):
+            value = getattr(params, name)
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r:.99} is for models whose steps emit frames of codes: this "
+                    f"one emits tokens"
+                )
         return ()
     for names, why in (
         (_OF_TEXT, "frames have no text"),
@@ -42,3 +47,22 @@ def read_frame_params(params: SamplingParams, inner: InnerDecoder | None) -> tup
             f"alone, logprobs=0"
         )
     return params.drawn_codes(inner.steps - 1)
+
+
+def given_frames(
+    params: SamplingParams, inner: InnerDecoder | None, most: int
+) -> NDArray[np.int16] | None:
+    """The codes that a request of at most `most` frames gives, int16 [F, K]; None if it gives none.
+
+    ValueError for codes that the model does not have, and for too many frames.
+    """
+    forced = params.given_codes
+    if forced is None or inner is None:
+        return None
+    forced.check(inner.steps, inner.codes)
+    if len(forced.codes) > most:
+        raise ValueError(
+            f"forced_codes of {len(forced.codes)} frames: max_tokens and max_seq_len leave room "
+            f"for {most}"
+        )
+    return forced.codes

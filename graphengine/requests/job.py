@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphengine.options.code_sampling import DrawnCode
 from graphengine.prompt_embeds import NO_EMBEDS, Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
@@ -119,6 +122,7 @@ class Job:
     codes_logprobs
                  their log-probabilities; None where the caller asks for none
     frame_size   codes of a frame; 0 where a step emits tokens
+    given_codes  int16 [F, K]: codes of its first frames, -1 for those that are drawn; None: all are
     drawn_codes  how each code after a frame's first is drawn
     """
 
@@ -152,6 +156,7 @@ class Job:
     codes: list[tuple[int, ...]] | None = None
     codes_logprobs: list[tuple[float, ...]] | None = None
     frame_size: int = 0
+    given_codes: NDArray[np.int16] | None = None
     drawn_codes: tuple[DrawnCode, ...] = ()
 
     def __post_init__(self) -> None:

@@ -2,5 +2,6 @@
 
 embed.py      the embedding of a whole frame, which begins a step
 codes.py      each code on its way to the next position of an inner decoder, and the frame's end
+given.py      codes that requests give
 logprobs.py   log-probabilities of codes, and their mailbox
 """

@@ -1,6 +1,6 @@
 """Codes of a frame: each is drawn, noted, and embedded for the next position of an inner decoder.
 
-    take_code    the tiles of code k -> the code, and its embedding
+    take_code    the tiles of code k -> the code, unless it is given, and its embedding
     end_frame    the tiles of the last code -> the frame's token
 
 A frame has a token, which the kernels of all steps commit and publish: its first code, or the
@@ -71,8 +71,8 @@ def take_code(
     Args:
         best_NC, health_NC: from `sample_tiles` or from a head with the sampler folded in.
         slot_N: int32, -1 = padded lane.
-        frame_KN: int32, dense: row `place` of the live lanes becomes the code, -1 where none could
-            be drawn.
+        frame_KN: int32, dense: row `place` has the code that a live lane is given, from
+            `given_codes`, or a number below 0; it becomes the code, -1 where none could be drawn.
         code_SK: int32, dense: the same for the lanes' slots.
         table_MH: any float dtype, dense rows: row k * V + c embeds code c at place k.
         x_JNI: float32, dense: the next runs' streams; live lanes become 0.
@@ -138,7 +138,7 @@ def take_code_reference(
 ) -> torch.Tensor:
     """Plain twin of `take_code`."""
     live = live_lanes(slot_N)
-    code = token_of_tiles_reference(best_NC[live], health_NC[live])
+    code = _drawn_unless_given(best_NC, health_NC, frame_KN[place], live)
     frame_KN[place, live] = code
     code_SK[slot_N[live].long(), place] = code
     x_JNI[:, live] = 0
@@ -208,7 +208,7 @@ def end_frame_reference(
 ) -> FrameToken:
     """Plain twin of `end_frame`."""
     live, last = live_lanes(slot_N), code_SK.shape[1] - 1
-    frame_KN[last, live] = token_of_tiles_reference(best_NC[live], health_NC[live])
+    frame_KN[last, live] = _drawn_unless_given(best_NC, health_NC, frame_KN[last], live)
     frame_KL = frame_KN[:, live]
     code_SK[slot_N[live].long(), last] = frame_KL[last]
     valid = (frame_KL >= 0).all(dim=0)
@@ -218,6 +218,14 @@ def end_frame_reference(
     best_L, health_L = tile_of_token_reference(token_L, valid)
     made.best[live, 0], made.health[live, 0], made.token[live] = best_L, health_L, token_L
     return made
+
+
+def _drawn_unless_given(
+    best_NC: torch.Tensor, health_NC: torch.Tensor, given_N: torch.Tensor, live: torch.Tensor
+) -> torch.Tensor:
+    """The code of each live lane: the given one, or that of its tiles."""
+    drawn, given = token_of_tiles_reference(best_NC[live], health_NC[live]), given_N[live]
+    return torch.where(given >= 0, given, drawn)
 
 
 def _new_token(best_NC: torch.Tensor, health_NC: torch.Tensor, slot_N: torch.Tensor) -> FrameToken:
@@ -280,7 +288,9 @@ def _take_code_kernel(
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr + lane).to(tl.int64)
     live = slot >= 0
+    given = tl.load(drawn_ptr + lane, mask=live, other=-1)
     code = token_of_tiles(best_ptr, health_ptr, lane, tiles, live, BLOCK_C)
+    code = tl.where(given >= 0, given, code)
     tl.store(drawn_ptr + lane, code, mask=live)
     tl.store(code_ptr + slot * K + PLACE, code, mask=live)
 
@@ -320,7 +330,9 @@ def _end_frame_kernel(
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr + lane).to(tl.int64)
     live = slot >= 0
+    given = tl.load(drawn_ptr + lane, mask=live, other=-1)
     last = token_of_tiles(best_ptr, health_ptr, lane, tiles, live, BLOCK_C)
+    last = tl.where(given >= 0, given, last)
     k = tl.arange(0, BLOCK_K)
     before_K = tl.load(frame_ptr + k * lanes + lane, mask=live & (k < K - 1), other=0)
     frame_K = tl.where(k == K - 1, last, before_K)

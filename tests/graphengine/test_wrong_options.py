@@ -72,6 +72,10 @@ WRONG: dict[str, list[Any]] = {
         5, 1.5, "5", b"5", True, {5}, {5: 1}, object(), [], [5], [[1, 2]], [[["5"]]], [[[1.0]]],
         [[[True]]], [[[None]]], [[[-2]]], [[[2**15]]], [[[10**20]]], [[[1, 2], [3]]],
     ],
+    "forced_codes": [
+        5, "x", {}, [], [5], True, object(), [[]], [["5"]], [[1.0]], [[True]], [[None]], [[-2]],
+        [[2**15]], [[10**20]], [[1, 2], [3]], [[[1]]],
+    ],
     "codes": [5, "x", {}, [], True, object(), CodeSampling, [CodeSampling()]],
 }  # fmt: skip
 """By option: values that `SamplingParams` refuses."""

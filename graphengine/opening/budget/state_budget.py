@@ -126,6 +126,8 @@ def _add_mailboxes(budget: MemoryBudget, shape: EngineShape) -> None:
     if rings.codes is not None:
         codes = _ring_bytes(shape, rings.codes, rings.codes_logprobs)
         budget.add("codes of frames", codes, shape.pinned)
+        given = host_bytes(_given_code_bytes(shape), pinned=shape.on_gpu)
+        budget.add("codes that requests give", given, shape.pinned)
     if shape.recorded is not None:
         routes = _ring_bytes(shape, rings.routes, rings.prompt_routes)
         budget.add("experts of tokens", routes, shape.pinned)
@@ -136,6 +138,12 @@ def _add_mailboxes(budget: MemoryBudget, shape: EngineShape) -> None:
 def _ring_bytes(shape: EngineShape, *rings: RingShape | None) -> int:
     """Bytes of all rings that are not None, each an allocation of its own."""
     return sum(host_bytes(ring.nbytes, pinned=shape.on_gpu) for ring in rings if ring)
+
+
+def _given_code_bytes(shape: EngineShape) -> int:
+    """The table of codes that requests give; 0 where a step emits tokens."""
+    steps = 0 if shape.model.inner is None else shape.model.inner.steps
+    return 2 * shape.config.max_batch * shape.max_seq_len * steps
 
 
 def _replayed_bytes(shape: EngineShape) -> int:

@@ -436,5 +436,7 @@ def test_info_shows_the_frame(five: Csm, capsys: pytest.CaptureFixture[str]) -> 
     inner = read_model_config(_config(five)).inner
     slots = shown["max_batch"]
     drawn = 3 * (inner.steps - 1) * (-(-slots // 4) * 4)
-    held = 4 * (slots * inner.steps + math.prod(inner.cache_shape(slots)) + drawn)
+    held = 4 * (slots * (1 + inner.steps) + math.prod(inner.cache_shape(slots)) + drawn)
     assert lines["inner decoder's state"] == held and lines["codes of frames"] > 0
+    given = 2 * slots * shown["max_seq_len"] * inner.steps
+    assert lines["codes that requests give"] == given

@@ -12,6 +12,7 @@ import torch
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.frames import codes as codes_module
 from graphengine.kernels.frames import embed as embed_module
+from graphengine.kernels.frames import given as given_module
 from graphengine.kernels.frames.codes import (
     FrameEnd,
     FrameToken,
@@ -21,6 +22,7 @@ from graphengine.kernels.frames.codes import (
     take_code_reference,
 )
 from graphengine.kernels.frames.embed import embed_frames, embed_frames_reference
+from graphengine.kernels.frames.given import given_codes, given_codes_reference
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
 from launches.compilation import assert_waits_before_it_shows, compile_launch, record_launch
@@ -40,6 +42,7 @@ class Twin:
     embed: Callable[..., None]
     take: Callable[..., torch.Tensor]
     end: Callable[..., FrameToken]
+    fetch: Callable[..., torch.Tensor]
     device: str
 
     def ints(self, values: Any) -> torch.Tensor:
@@ -68,8 +71,10 @@ class Twin:
 @pytest.fixture(params=["reference", "kernel"])
 def twin(request: pytest.FixtureRequest) -> Twin:
     if request.param == "reference":
-        return Twin(embed_frames_reference, take_code_reference, end_frame_reference, "cpu")
-    return Twin(embed_frames, take_code, end_frame, request.getfixturevalue("device"))
+        references = take_code_reference, end_frame_reference, given_codes_reference
+        return Twin(embed_frames_reference, *references, "cpu")
+    device = request.getfixturevalue("device")
+    return Twin(embed_frames, take_code, end_frame, given_codes, device)
 
 
 def table_of(places: int, hidden: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -178,6 +183,42 @@ FRAMES: list[tuple[list[int], int]] = [
 """Codes of a frame, and the token that it has."""
 
 
+def test_given_codes_stand(twin: Twin) -> None:
+    """In place of drawn ones, and of ones that could not be drawn."""
+    slot, drawn, given = [1, -1, 0, 2], [4, -1, None, 6], [7, 5, 8, -1]
+    wanted = [7, HUGE, 8, 6]
+    frame, code = twin.full(3, 4), twin.full(3, 3)
+    frame[1] = twin.ints([7, HUGE, 8, -1])
+    x = torch.zeros(1, 4, 4, device=twin.device)
+    table = table_of(3, 6).to(twin.device)
+    tiles = twin.tiles(drawn, 2)
+    embedded = twin.take(*tiles, twin.ints(slot), frame, code, table, x, place=1)
+    assert frame[1].tolist() == wanted and code[:, 1].tolist() == [8, 7, 6]
+    for lane in (0, 2, 3):
+        assert torch.equal(embedded[lane], table[CODES + wanted[lane]])
+    frame = twin.full(3, 4)
+    frame[:2], frame[2] = 1, twin.ints(given)
+    token = twin.end(*tiles, twin.ints(slot), frame, code, FrameEnd(9, 2, CODES))
+    assert frame[2].tolist() == [7, 5, 8, 6] and code[:, 2].tolist() == [8, 7, 6]
+    assert [token.token[lane].item() for lane in (0, 2, 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("places", [2, 5, 33])
+def test_given_codes_are_fetched_by_slot_and_position(twin: Twin, places: int) -> None:
+    """Past a slot's end, and in slots without given codes, all are drawn."""
+    draw = torch.Generator().manual_seed(places)
+    table = torch.randint(-1, 30_000, (4, 9, places), generator=draw, dtype=torch.int16)
+    slot, position = [2, -1, 0, 2, 3, 1], [4, HUGE, 3, 6, 0, 7]
+    frame = twin.fetch(
+        table.to(twin.device), twin.ints([0, 9, 7, 1]), twin.ints(slot), twin.ints(position)
+    )
+    assert frame.shape == (places, 6) and frame.dtype == torch.int32
+    assert frame[:, 0].tolist() == table[2, 5].tolist()
+    assert frame[:, 5].tolist() == table[1, 8].tolist()
+    for lane in (2, 3, 4):
+        assert frame[:, lane].tolist() == [-1] * places
+
+
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_a_frame_has_its_first_code_or_the_end_as_its_token(twin: Twin, tiles: int) -> None:
     lanes = len(FRAMES) + 1
@@ -232,6 +273,16 @@ def test_arguments_that_do_not_fit_are_refused(
         take_code(*arguments(**changed).values(), place=place)
 
 
+def test_tables_of_given_codes_that_do_not_fit_are_refused() -> None:
+    ints = torch.zeros(2, dtype=torch.int32)
+    for table, message in (
+        (torch.zeros(2, 4, 3), r"table must be a dense int16 \[2, P, K\], not torch.float32"),
+        (torch.zeros(3, 4, 3, dtype=torch.int16), r"int16 \[2, P, K\], not torch.int16 \(3, 4, 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            given_codes(table, ints, ints, ints)
+
+
 @pytest.mark.parametrize("judged", [0, 4])
 def test_an_end_of_other_codes_is_refused(judged: int) -> None:
     given = [*arguments().values()][:5]
@@ -245,7 +296,9 @@ def test_the_kernels_wait_before_they_store() -> None:
     meta = {name: tensor.to("meta") for name, tensor in arguments().items()}
     best, health, slot, frame, code, table, x = meta.values()
     residual = Residual(x[0].new_empty(2, 8), x[0].new_empty(2, 8), x[0].new_empty(1, 2))
+    given = torch.zeros(2, 4, 3, dtype=torch.int16, device="meta")
     calls: list[tuple[Any, Callable[[], object]]] = [
+        (given_module, lambda: given_codes(given, slot, slot, slot, pdl=True)),
         (embed_module, lambda: embed_frames(code, table, slot, table[0], residual, pdl=True)),
         (
             codes_module,
