@@ -209,11 +209,10 @@ def _code_logprobs_kernel(
     live = slot >= 0
     if tl.load(wanted_ptr + slot, mask=live, other=-1) >= 0:
         row_ptr = logits_ptr + lane.to(tl.int64) * logits_stride
-        is_sampled = False
-        if sampled_ptr is not None:
-            is_sampled = tl.load(wants_raw_ptr + slot) == SAMPLED
-        if is_sampled:
-            row_ptr = sampled_ptr + lane.to(tl.int64) * sampled_stride
+        # Not one `if`: without sampled logits there is nothing to compile for.
+        if sampled_ptr is not None:  # noqa: SIM102
+            if tl.load(wants_raw_ptr + slot) == SAMPLED:
+                row_ptr = sampled_ptr + lane.to(tl.int64) * sampled_stride
         largest_B = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(0, codes, BLOCK):
             ids = start + tl.arange(0, BLOCK)
