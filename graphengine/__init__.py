@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphengine.options.code_sampling import CodeSampling
     from graphengine.options.draft_trees import DynamicTree
     from graphengine.options.draft_vocabulary import DraftVocabulary
+    from graphengine.options.jump_forward import JumpForward
     from graphengine.parallel.ranks import RankFailed
     from graphengine.policies.policy import Policy
     from graphengine.prompt_embeds import GridEmbeds, ImageEmbeds
@@ -62,6 +63,7 @@ __all__ = [
     "GateOptions",
     "GridEmbeds",
     "ImageEmbeds",
+    "JumpForward",
     "Logprob",
     "NGram",
     "Policy",
@@ -97,6 +99,7 @@ _HOMES = {
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.requests.request",
     "GateOptions": "graphengine.speculative",
+    "JumpForward": "graphengine.options.jump_forward",
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
     "GridEmbeds": "graphengine.prompt_embeds",

@@ -51,6 +51,7 @@ class EngineSizes:
     draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None
     adapters: Mapping[str, str | PathLike[str]] | None
     max_adapters: int | None
+    grammar_pool_mib: int
 
     @property
     def ranks(self) -> int:
@@ -83,6 +84,11 @@ class EngineSizes:
     def drafts(self) -> int:
         """K: drafts a step feeds after each row's last token, at most."""
         return 0 if self.mode is None else self.mode.k
+
+    @property
+    def jumps(self) -> bool:
+        """Whether drafts are made of the text that grammars force."""
+        return self.grammar_pool_mib > 0 and self.mode is not None and self.mode.jumps
 
     @property
     def gate_options(self) -> GateOptions | None:

@@ -15,7 +15,6 @@ class RankOptions(EngineSizes):
     __slots__ = ()
 
     expert_parallel: bool
-    grammar_pool_mib: int
     kv_dtype: str
     max_prefill_ms_per_step: float | None
     prompt_embeds: bool

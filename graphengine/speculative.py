@@ -26,6 +26,7 @@ from graphengine.options.checks import (
 )
 from graphengine.options.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
 from graphengine.options.draft_vocabulary import DraftVocabulary, describe_vocabulary
+from graphengine.options.jump_forward import JumpForward
 from graphengine.options.mode import Mode, check_drafts
 
 log = logging.getLogger(__name__)
@@ -198,6 +199,9 @@ class DraftModel(Mode):
     _: KW_ONLY
     min_confidence: float | None = None
 
+    # After a step it reads two tokens: its KV of those before is that of its own drafts.
+    own_drafts: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_path("path", self.path)
         check_drafts(self.k)
@@ -315,6 +319,7 @@ class UserProvided(Mode):
 
     # Drafts depend on the tokens of the step before.
     lockstep: ClassVar[bool] = True
+    own_drafts: ClassVar[bool] = True
     on_data_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -388,6 +393,7 @@ MODES: tuple[type[Mode], ...] = (
     DraftModel,
     Eagle3,
     DFlash,
+    JumpForward,
     UserProvided,
     SaveHiddenStates,
 )

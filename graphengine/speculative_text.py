@@ -7,6 +7,7 @@ from typing import Any
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.jump_forward import JumpForward
 from graphengine.options.mode import Mode
 from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR, VOCABULARY_GRAMMAR
 from graphengine.options.table import read_integers
@@ -63,6 +64,8 @@ def parse_speculative(text: str) -> Speculative | None:
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
         case "suffix", [] | [_]:
             return Suffix(*(_number(value, text) for value in values))
+        case "jump", [] | [_]:
+            return JumpForward(*(_number(value, text) for value in values))
         case "save-hidden", [_, *_] if any(values):
             return SaveHiddenStates(":".join(values))
         case "model" | "eagle3" | "dflash", [_, *_] if any(values):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
+
+Spelling = Literal["any", "tokenizer"]
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -46,6 +48,14 @@ class StructuredOutputsParams:
     disable_additional_properties  objects of a schema have only the properties that it names,
                                    unless it mentions others
     whitespace_pattern             regular expression of the whitespace allowed between JSON tokens
+
+    With anything but `grammar`:
+
+    spelling  which tokens may spell text that alone can follow: "any" allows all that fit the text,
+              "tokenizer" those with which the tokenizer spells it, as far as that does not depend
+              on what follows. None: "any" in an engine with `grammar_pool_mib`, otherwise as
+              llguidance does. Where the device follows the grammar, it changes the spelling alone:
+              both allow the same texts
     """
 
     json: str | Mapping[str, Any] | HasSchema | None = None
@@ -56,6 +66,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    spelling: Spelling | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -83,6 +94,13 @@ class StructuredOutputsParams:
                 f"whitespace_pattern={self.whitespace_pattern!r} contradicts "
                 f"disable_any_whitespace=True"
             )
+        if self.spelling is not None:
+            if self.spelling not in get_args(Spelling):
+                raise ValueError(f"spelling={self.spelling!r} must be 'any', 'tokenizer' or None")
+            if self.grammar is not None:
+                raise ValueError(
+                    f"spelling={self.spelling!r} is not for grammar: Lark has an option for it"
+                )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:

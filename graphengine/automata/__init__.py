@@ -6,6 +6,7 @@
     byte_automaton the deterministic automaton of a pattern, over the bytes of UTF-8
     vocabulary     the texts of a tokenizer's tokens, as a tree
     token_automaton  the tables of a grammar for a vocabulary
+    forced_text    the tokens with which text that alone can follow is spelled
     compiling      all of this for one request's grammar, compared with llguidance's masks
 
 A grammar that has no such automaton within the limits is an `Unsupported`, with the reason: its

@@ -2,7 +2,8 @@
 
 llguidance decides what a grammar means. An automaton whose mask differs from llguidance's in any
 state is refused, and so is one in which a step leads to a state with another mask; of these steps
-a fixed number is compared, chosen by a seeded generator.
+a fixed number is compared, chosen by a seeded generator. Forced tokens are found afterwards
+(`forced_text.py`): only they may depend on how a tokenizer spells text.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.automata.byte_automaton import DEAD, byte_automaton
+from graphengine.automata.forced_text import with_forced_tokens
 from graphengine.automata.json_patterns import json_pattern
 from graphengine.automata.patterns import Either, Pattern, Ranges, Unsupported, chars, literal
 from graphengine.automata.regex_syntax import parse_regex
 from graphengine.automata.token_automaton import TokenAutomaton, token_automaton
-from graphengine.automata.vocabulary import read_vocabulary
+from graphengine.automata.vocabulary import make_vocabulary, read_texts
 from graphengine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -68,21 +70,23 @@ class Compiler:
         self, tokenizer: LLTokenizer, *, size: int, eos_ids: Sequence[int], limits: AutomatonLimits
     ) -> None:
         self._tokenizer = tokenizer
-        self.vocabulary = read_vocabulary(tokenizer, size, eos_ids)
+        self._texts = read_texts(tokenizer, size)
+        self.vocabulary = make_vocabulary(self._texts, eos_ids)
         self._limits = limits
         self._known: OrderedDict[bytes, Outcome] = OrderedDict()
         self._classes: dict[str, Ranges] = {}
 
-    def digest(self, source: str) -> bytes:
+    def digest(self, asked: StructuredOutputsParams, source: str) -> bytes:
         """What a grammar, in llguidance's form, and the vocabulary are known by."""
-        return hashlib.sha256(self.vocabulary.digest + source.encode()).digest()
+        spelling = b"tokenizer" if asked.spelling == "tokenizer" else b"any"
+        return hashlib.sha256(self.vocabulary.digest + spelling + source.encode()).digest()
 
     def compile(self, asked: StructuredOutputsParams, source: str) -> Outcome:
         """The automaton of a grammar, or why there is none.
 
         source  the grammar in llguidance's form, which it has compiled before
         """
-        digest = self.digest(source)
+        digest = self.digest(asked, source)
         found = self._known.pop(digest, None)
         if found is None:
             found = self._compiled(asked, source)
@@ -103,16 +107,20 @@ class Compiler:
     def _compiled(self, asked: StructuredOutputsParams, source: str) -> Outcome:
         limits = self._limits
         try:
-            pattern = self._pattern(asked, source)
+            over_bytes = byte_automaton(self._pattern(asked, source), limits.states)
             found = token_automaton(
-                byte_automaton(pattern, limits.states),
-                self.vocabulary,
-                max_steps=limits.steps,
-                max_bytes=limits.nbytes,
+                over_bytes, self.vocabulary, max_steps=limits.steps, max_bytes=limits.nbytes
             )
             if found.ended[0]:
                 raise Unsupported("it allows no text but the empty one")
             check_automaton(found, self._tokenizer, without_forcing(source))
+            found = with_forced_tokens(
+                found,
+                over_bytes,
+                self._texts,
+                self._tokenizer.tokenize_bytes,
+                narrow=asked.spelling == "tokenizer",
+            )
         except Unsupported as error:
             # Without its frames, which hold what was made so far.
             return error.with_traceback(None)

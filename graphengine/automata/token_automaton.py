@@ -38,6 +38,9 @@ class TokenAutomaton(NamedTuple):
     """[M, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 if the id is allowed."""
     ended: NDArray[np.bool_]
     """[S]: whether the output has ended there. Nothing is allowed in these states."""
+    forced: Ints
+    """[S]: the token with which the text that alone can follow begins; -1 for none. It is a draft
+    (`forced_text.py`), and need not be the only token that is allowed."""
 
     @property
     def states(self) -> int:
@@ -86,15 +89,27 @@ def token_automaton(
     whole[:states, classes] = np.where(goes_on, states, DEAD)
     if max(whole.shape) > MOST_STATES:
         raise Unsupported(f"it has {whole.shape[0]} states and {whole.shape[1]} classes of tokens")
-    allowed, mask_of_state = np.unique(whole != DEAD, axis=0, return_inverse=True)
+    allowed, mask_of_state = _masks(whole)
     words = -(-vocabulary.size // 32)
-    size = 4 * (vocabulary.size + whole.size + len(whole) + len(allowed) * words)
+    size = 4 * (vocabulary.size + whole.size + 2 * len(whole) + len(allowed) * words)
     if size > max_bytes:
         raise Unsupported(f"its tables take {size} bytes, of at most {max_bytes}")
     masks = _packed(allowed, class_of_token, words)
-    return TokenAutomaton(
-        class_of_token, whole, mask_of_state.reshape(-1).astype(np.int32), masks, ended
-    )
+    forced = np.full(len(whole), -1, dtype=np.int32)
+    return TokenAutomaton(class_of_token, whole, mask_of_state, masks, ended, forced)
+
+
+def with_steps(automaton: TokenAutomaton, next_state: Ints) -> TokenAutomaton:
+    """The automaton with other next states, and the masks that follow from them."""
+    allowed, mask_of_state = _masks(next_state)
+    masks = _packed(allowed, automaton.class_of_token, automaton.masks.shape[1])
+    return automaton._replace(next_state=next_state, mask_of_state=mask_of_state, masks=masks)
+
+
+def _masks(next_state: Ints) -> tuple[NDArray[np.bool_], Ints]:
+    """The sets of classes that states allow, [M, C], and each state's, [S]."""
+    allowed, mask_of_state = np.unique(next_state != DEAD, axis=0, return_inverse=True)
+    return allowed, mask_of_state.reshape(-1).astype(np.int32)
 
 
 def _reached(

@@ -46,12 +46,12 @@ class Vocabulary(NamedTuple):
         return len(self.byte)
 
 
-def read_vocabulary(tokenizer: LLTokenizer, size: int, eos_ids: Sequence[int]) -> Vocabulary:
-    """The vocabulary of `size` ids that llguidance's tokenizer has."""
+def read_texts(tokenizer: LLTokenizer, size: int) -> list[bytes]:
+    """The texts of the first `size` ids of a tokenizer; empty for those without one."""
     known = min(size, tokenizer.vocab_size)
     special = tokenizer.is_special_token
     texts = [b"" if special(token) else tokenizer.decode_bytes([token]) for token in range(known)]
-    return make_vocabulary(texts + [b""] * (size - known), eos_ids)
+    return texts + [b""] * (size - known)
 
 
 def make_vocabulary(texts: Sequence[bytes], eos_ids: Sequence[int]) -> Vocabulary:

@@ -25,8 +25,7 @@ from graphengine.observe.recorder import Recorder
 from graphengine.options.checks import is_int
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.caller_drafts import NO_DRAFTS
-from graphengine.requests.grammar_pool import DeviceGuide
-from graphengine.requests.grammars import Guide
+from graphengine.requests.grammars import AnyGuide
 from graphengine.requests.job import NO_FRAME, Frame, Job
 from graphengine.requests.request import Event, Phase, Request
 from graphengine.requests.result import FinishReason, TokenLogprobs
@@ -241,7 +240,7 @@ class Delivery:
         log.error("request %d: the logits hold a NaN, or no finite value%s", request.id, where)
 
     def _follow(
-        self, request: Request, guide: Guide | DeviceGuide, tokens: tuple[int, ...], flags: int
+        self, request: Request, guide: AnyGuide, tokens: tuple[int, ...], flags: int
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """The step's tokens that the grammar accepts, and why the request ends, if it does."""
         taken, ended = guide.take(tokens, more=flags == EMITTED)

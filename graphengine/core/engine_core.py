@@ -356,23 +356,28 @@ class EngineCore:
         if self.recorder.recording:
             self.recorder.planning()
         live_rows = len(self._own.active)
-        self._choose_width(live_rows)
+        idle = self.needs.guided and not self._own.followed
+        self._choose_width(live_rows, idle=idle)
         plan = self._own.plan()
-        if self.gate is not None and plan is not None and plan.rows:
+        if self.gate is not None and not idle and plan is not None and plan.rows:
             self.gate.launched(live_rows, plan.steps)
         return plan
 
-    def _choose_width(self, live_rows: int) -> None:
+    def _choose_width(self, live_rows: int, *, idle: bool = False) -> None:
         """Set the tokens of a row to what the gate or the schedule chooses for this many requests.
+
+        idle  whether no request has drafts
 
         Where the drafter's weights are stale, as few as there are graphs for.
         """
-        if self.weights.drafts_off:
+        if idle or self.weights.drafts_off:
             self.scheduler.width = 1 + self.memory.draft_lengths[0]
         elif self.gate is not None:
             self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
         elif self._schedule is not None:
             self.scheduler.width = 1 + self._schedule.drafts(live_rows)
+        elif self.needs.guided:
+            self.scheduler.width = self.memory.tokens_per_step
 
     @ranged("step/load", _counts)
     def load(self, plan: Plan) -> None:

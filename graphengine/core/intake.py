@@ -29,7 +29,7 @@ from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
 from graphengine.requests.frames import given_frames, read_frame_params
-from graphengine.requests.grammar_pool import DeviceGuide, GrammarPool
+from graphengine.requests.grammar_pool import DeviceGuide, GrammarPool, TableGuide
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
@@ -383,14 +383,20 @@ class Intake:
         if compiled is not None and isinstance(compiled.outcome, TokenAutomaton):
             start = pool.take(compiled.digest, compiled.outcome)
             if start is not None:
-                job.guide = DeviceGuide(compiled.outcome, pool, compiled.digest)
+                job.guide = DeviceGuide(
+                    compiled.outcome,
+                    pool,
+                    compiled.digest,
+                    counters if self._config.jumps else None,
+                )
                 job.processing = processing.with_automaton(start)
                 counters["guided/device"] += 1
                 return
-            guide.reason = (
+            reason = (
                 f"its automaton takes {compiled.outcome.nbytes} bytes, and {4 * pool.used_words} "
                 f"of the pool's {4 * pool.words} are in use"
             )
+            guide = job.guide = TableGuide(compiled.outcome, len(guide.masks), reason)
         counters["guided/host"] += 1
         log.info("request %d: the host follows its grammar: %s", request.id, guide.reason)
 

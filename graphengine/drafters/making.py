@@ -11,6 +11,7 @@ from graphengine.drafters.block.drafter import make_dflash
 from graphengine.drafters.draft_model import make_draft_model
 from graphengine.drafters.eagle3.module import make_eagle3
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.jump_forward import make_jump_forward
 from graphengine.drafters.mtp.making import make_mtp
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
@@ -21,6 +22,7 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
 from graphengine.models.launches import WHOLE, Share
+from graphengine.options.jump_forward import JumpForward
 from graphengine.options.mode import Mode
 from graphengine.speculative import (
     MTP,
@@ -59,6 +61,7 @@ def make_drafter(
 def _check_agreement(mode: Mode, needs: DraftNeeds) -> None:
     """Assert that mode and needs agree: the config follows the mode, the engine the needs."""
     assert needs.length == mode.k, f"{needs.length=} of {mode=}"
+    assert needs.guided == mode.guided, f"{needs.guided=} of {mode=}"
     assert needs.prompts_only == mode.whole_prompts, f"{needs.prompts_only=} of {mode=}"
     assert mode.lockstep or not needs.lockstep, f"{needs=} of {mode=}, which has no lockstep"
 
@@ -70,6 +73,7 @@ MAKERS: dict[type[Mode], Maker] = {
     DraftModel: make_draft_model,
     Eagle3: make_eagle3,
     DFlash: make_dflash,
+    JumpForward: make_jump_forward,
     UserProvided: lambda options, target: UserDrafter(options.k),
     SaveHiddenStates: lambda options, target: HiddenStatesDrafter(options, target.model),
 }

@@ -32,6 +32,9 @@ class DraftNeeds:
     """Whether it reads the target's residual stream after some layers, of every token."""
     host_drafts: bool = False
     """Whether the host writes `draft_tokens`, once it has the previous step's tokens."""
+    guided: bool = False
+    """Whether it drafts only for requests whose grammar the device follows: without any, steps have
+    no drafts."""
     withholds: bool = False
     """Whether it leaves out drafts that are not worth verifying: a gate then also counts a row's
     steps without drafts."""

@@ -25,7 +25,7 @@ from graphengine.buckets import LaneUpdate, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
 from graphengine.host.step_plan import Plan
 from graphengine.kernels.logits.logits_triton import USES_GRAMMAR, USES_MASK
-from graphengine.requests.grammars import Guide
+from graphengine.requests.grammars import HostGuide
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 
@@ -76,7 +76,7 @@ class MaskTable:
             changed += [slot for slot, held in enumerate(slots) if self._hold(slot, held)]
         for request in plan.rows:
             guide = request.job.guide
-            if isinstance(guide, Guide):
+            if isinstance(guide, HostGuide):
                 if plan.width > 1:
                     drafts, parents = self._drafts_of(request)
                     guide.follow(drafts[: plan.width - 1], parents)
@@ -125,7 +125,7 @@ class MaskTable:
         masks_WV = self._table[slot]
         masks_WV[:] = -1
         guide = None if request is None else request.job.guide
-        if isinstance(guide, Guide):
+        if isinstance(guide, HostGuide):
             masks_WV[:] = guide.masks
         elif processing is not None and processing.mask is not None:
             masks_WV[:, : processing.mask.size] = processing.mask

@@ -86,6 +86,7 @@ class Scheduler:
     While a request whose grammar the host follows, or whose caller may force tokens, holds a slot,
     its tokens must be read before its next step can be launched: `guided` counts such requests, and
     `lookahead` is 0 while there are any.
+    `followed` counts those whose grammar the device follows.
     `moves` notes which requests were paused, resumed and finished; its reader clears it.
     """
 
@@ -136,7 +137,7 @@ class Scheduler:
             state_places=state_places,
         )
         self.moves: list[tuple[Move, int]] = []
-        self.guided = 0
+        self.guided = self.followed = 0
         self.lookahead = self._usual_lookahead = lookahead
         self._max_waiting = max_waiting
         self._note_all = note_all
@@ -520,6 +521,7 @@ class Scheduler:
             self._count_guided(job, 1)
 
     def _count_guided(self, job: Job, change: int) -> None:
+        self.followed += change * job.followed
         if job.guided:
             self.guided += change
             self.lookahead = 0 if self.guided else self._usual_lookahead

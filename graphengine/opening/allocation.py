@@ -304,6 +304,7 @@ def _logits_step(config: EngineConfig, buffers: StaticBuffers, logprobs: Logprob
         mode=config.logprobs_mode,
         rows=buffers[PROMPT_ROWS] if config.prompt_logprobs_out else None,
         automata=grammar_automata(buffers) if config.grammar_pool_mib else None,
+        drafts=buffers["draft_tokens"] if config.jumps else None,
     )
 
 

@@ -27,6 +27,11 @@ class Mode(ABC):
     """Whether it drafts where the stages of a pipeline split the target's layers."""
     trims_vocabulary: ClassVar[bool] = False
     """Whether it can draft from a part of the target's vocabulary."""
+    guided: ClassVar[bool] = False
+    """Whether it drafts only for requests whose grammar the device follows."""
+    own_drafts: ClassVar[bool] = False
+    """Whether nobody else may draft: the host does, or its KV is right only after its own drafts.
+    """
 
     @property
     @abstractmethod
@@ -42,6 +47,11 @@ class Mode(ABC):
     def any_length(self) -> bool:
         """Whether a step may make any number of drafts up to k, not only k or none."""
         return self.shape is None
+
+    @property
+    def jumps(self) -> bool:
+        """Whether text that a grammar forces may replace its drafts."""
+        return self.k > 0 and self.shape is None and not self.own_drafts
 
     @property
     def on_data_ranks(self) -> bool:

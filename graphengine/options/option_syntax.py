@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target]], ngram[:K[:MAX_N]], suffix[:K], "
+    "off, auto, mtp[:K[:eagle|vanilla|target]], ngram[:K[:MAX_N]], suffix[:K], jump[:K], "
     "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH, "
     "eagle3:PATH:tree:NODES:TOP_K:DEPTH or save-hidden:FOLDER"
 )

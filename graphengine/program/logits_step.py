@@ -2,6 +2,7 @@
 
     process         before the sampler: bans, biases, penalties
     report          after the tokens are published: their log-probabilities; notes the tokens
+    draft_forced    after the drafter: the text that grammars force, as drafts
     report_prompt   log-probabilities of a prompt's tokens
 
 Letters: R rows, W lanes of a row, N = R * W lanes, V vocabulary.
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
 from graphengine.kernels.core.tree import TreeLanes
+from graphengine.kernels.draft.forced import draft_forced
 from graphengine.kernels.linear.call import MAX_LANES, LinearCall
 from graphengine.kernels.linear.epilogues import StoreLogits
 from graphengine.kernels.linear.linear import linear
@@ -68,6 +70,7 @@ class LogitsStep:
     rows      int64 [2]: where a prompt's log-probabilities of the whole vocabulary go; None: no
               request may ask for them
     automata  automata of requests' grammars; None: there is no pool for them
+    drafts    drafts by slot, which the text that grammars force may replace; None: there are none
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class LogitsStep:
         mode: LogprobsMode,
         rows: Tensor | None = None,
         automata: GrammarAutomata | None = None,
+        drafts: Tensor | None = None,
     ) -> None:
         def fields(names: tuple[str, ...]) -> list[Tensor]:
             return [buffers[_FIELDS.get(name, name)] for name in names]
@@ -96,6 +100,7 @@ class LogitsStep:
         self._followed = None
         if automata is not None:
             self._followed = FollowedAutomata(automata, self._tensors.flags)
+        self._drafts = drafts
         self._sequence = buffers["sequence"]
         self._top = top
         self._keep_raw = mode != "processed_logprobs"
@@ -182,6 +187,15 @@ class LogitsStep:
         )
         tables = (self._tensors.counts, self.history)
         note_tokens(token, count, lanes, *tables, followed=self._followed, pdl=pdl)
+
+    def draft_forced(self, slot: Tensor, *, width: int = 1, pdl: bool = False) -> None:
+        """Replace drafts by the text that grammars force after the tokens that `report` noted.
+
+        slot  int32 [R * width]: of each lane; -1 for padded rows
+        """
+        if self._drafts is not None:
+            assert self._followed is not None, "a pool has automata"
+            draft_forced(self._followed, slot, self._drafts, width=width, pdl=pdl)
 
     def report_prompt(
         self,

@@ -188,6 +188,8 @@ class StepProgram:
             self.relaxation.follow(step, lanes, pdl)
         verified = _verified(lanes, residual, step, drafts)
         self.drafter.propose(verified._replace(filtered=sampler == "full"))
+        if processed is not None:
+            options.draft_forced(lanes.slot, width=1 + drafts, pdl=pdl)
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
 
@@ -318,6 +320,8 @@ class StepProgram:
         if self.relaxation is not None:
             self.relaxation.follow_prompt(prefilled)
         drafter.prepare(prefilled)
+        if processed is not None:
+            self.logits_step.draft_forced(torch.where(final != 0, slot, -1))
         return StepOutputs(logits, sampled, flags)
 
     def _last_hidden(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 An automaton is copied into the pool when the first request with its grammar is queued, in stream
 order after all replays so far. Requests with the same grammar share it. It stays for later ones
-until its room is wanted.
+until its room is wanted. Where there is none, the host makes masks from the same tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from graphengine.automata.byte_automaton import DEAD
 from graphengine.automata.patterns import Unsupported
@@ -94,6 +96,7 @@ class GrammarPool:
             automaton.next_state,
             automaton.mask_of_state,
             automaton.masks,
+            automaton.forced,
         )
         assert len(tables) == words, f"{len(tables)=} of {words}"
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -110,20 +113,13 @@ class GrammarPool:
         return end if self.words - end >= words else None
 
 
-class DeviceGuide:
-    """A request's place in its grammar, where the device follows it; the host goes after it.
+class _TableGuide:
+    """A request's place in its grammar's automaton. Nothing is raised, whatever a model samples."""
 
-    Nothing is raised, whatever a model samples.
-    """
+    __slots__ = ("_automaton", "_state", "trouble")
 
-    __slots__ = ("_automaton", "_digest", "_pool", "_state", "trouble")
-
-    where: ClassVar[str] = "device"
-    reason: ClassVar[str] = ""
-
-    def __init__(self, compiled: TokenAutomaton, pool: GrammarPool, digest: bytes) -> None:
-        self._automaton, self._pool, self._digest = compiled, pool, digest
-        self._state = 0
+    def __init__(self, automaton: TokenAutomaton) -> None:
+        self._automaton, self._state = automaton, 0
         self.trouble = ""
 
     def take(self, tokens: Sequence[int], *, more: bool = True) -> tuple[int, FinishReason | None]:
@@ -139,6 +135,88 @@ class DeviceGuide:
                 return index + 1, "stop"
         return len(tokens), None
 
+
+class DeviceGuide(_TableGuide):
+    """A request whose grammar the device follows; the host goes after it.
+
+    jumps  gets the number of forced tokens that were accepted as drafts and had another token of
+           their step after them, as "guided/jumped"; None: forced tokens are no drafts
+    """
+
+    __slots__ = ("_digest", "_jumps", "_pool")
+
+    where: ClassVar[str] = "device"
+    reason: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        automaton: TokenAutomaton,
+        pool: GrammarPool,
+        digest: bytes,
+        jumps: Counter[str] | None = None,
+    ) -> None:
+        super().__init__(automaton)
+        self._pool, self._digest, self._jumps = pool, digest, jumps
+
+    def take(self, tokens: Sequence[int], *, more: bool = True) -> tuple[int, FinishReason | None]:
+        if len(tokens) > 1 and self._jumps is not None:
+            self._jumps["guided/jumped"] += self._forced_of(tokens[:-1])
+        return super().take(tokens, more=more)
+
+    def _forced_of(self, drafts: Sequence[int]) -> int:
+        """How many of these accepted drafts are forced text, from the first on."""
+        automaton, state = self._automaton, self._state
+        for index, token in enumerate(drafts):
+            if token != automaton.forced[state]:
+                return index
+            state = automaton.follow(state, token)
+        return len(drafts)
+
     def release(self) -> None:
         """Note that the request has ended."""
         self._pool.give_back(self._digest)
+
+
+class TableGuide(_TableGuide):
+    """A request whose grammar has an automaton that the host follows, as the pool had no room.
+
+    reason  why, for people
+    masks   as those of `Guide`, [width, V / 32 rounded up]: the ones that the device would read
+    """
+
+    __slots__ = ("masks", "reason")
+
+    where: ClassVar[str] = "host"
+
+    def __init__(self, automaton: TokenAutomaton, width: int, reason: str) -> None:
+        super().__init__(automaton)
+        self.reason = reason
+        self.masks: NDArray[np.int32] = np.zeros((width, automaton.masks.shape[1]), dtype=np.int32)
+        self.masks[0] = automaton.mask(0)
+
+    def take(self, tokens: Sequence[int], *, more: bool = True) -> tuple[int, FinishReason | None]:
+        taken, ended = super().take(tokens, more=more)
+        self.masks[0] = self._automaton.mask(self._state)
+        return taken, ended
+
+    def follow(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Make masks 1 .. W - 1, as `Guide.follow`."""
+        automaton = self._automaton
+        lanes = range(len(drafts)) if parents is None else parents
+        children: dict[int, list[int]] = {}
+        for lane, parent in enumerate(lanes, start=1):
+            children.setdefault(parent, []).append(lane)
+        self.masks[1:] = 0
+        left = [(0, self._state)]
+        while left:
+            lane, state = left.pop()
+            self.masks[lane] = automaton.mask(state)
+            for child in children.get(lane, ()):
+                draft = drafts[child - 1]
+                if 0 <= draft < len(automaton.class_of_token):
+                    after = automaton.follow(state, draft)
+                    if after != DEAD:
+                        left.append((child, after))
+
+    def release(self) -> None:
+        """Called once the request has ended; nothing is shared with others."""

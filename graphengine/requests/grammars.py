@@ -28,7 +28,12 @@ from numpy.typing import NDArray
 
 from graphengine.automata.compiling import AutomatonLimits, Compiler, without_forcing
 from graphengine.automata.patterns import Unsupported
-from graphengine.requests.grammar_pool import MAX_GRAMMAR_STATES, CompiledGrammar
+from graphengine.requests.grammar_pool import (
+    MAX_GRAMMAR_STATES,
+    CompiledGrammar,
+    DeviceGuide,
+    TableGuide,
+)
 from graphengine.requests.result import FinishReason
 from graphengine.requests.schemas import for_llguidance, read_number
 from graphengine.sampling_params import SamplingParams
@@ -228,6 +233,11 @@ class Guide:
         return "no token that the grammar allows is one that may be sampled"
 
 
+HostGuide = Guide | TableGuide
+"""Guides whose masks the host makes."""
+AnyGuide = HostGuide | DeviceGuide
+
+
 class Grammars:
     """Makes the guides of an engine; llguidance's tokenizer is made for the first one.
 
@@ -262,9 +272,12 @@ class Grammars:
     def _guided_by(self, asked: StructuredOutputsParams, source: str) -> str:
         """The form in which a request's matcher has its grammar.
 
-        Beside automata, whose masks depend on the text alone, all others do, too.
+        Beside automata, whose masks depend on the text alone, all others do, too, unless a request
+        asks for the tokenizer's spelling.
         """
-        return without_forcing(source) if self._pool_bytes and asked.grammar is None else source
+        usual = "any" if self._pool_bytes else "tokenizer"
+        spelling = asked.spelling or usual
+        return without_forcing(source) if spelling == "any" and asked.grammar is None else source
 
     def _compile(
         self, guide: Guide, asked: StructuredOutputsParams, source: str, allowed: Masks | None
@@ -284,7 +297,7 @@ class Grammars:
                 self._tokenizer, size=self._vocab_size, eos_ids=self._eos_ids, limits=limits
             )
         outcome = self._compiler.compile(asked, source)
-        guide.compiled = CompiledGrammar(self._compiler.digest(source), outcome)
+        guide.compiled = CompiledGrammar(self._compiler.digest(asked, source), outcome)
         if isinstance(outcome, Unsupported):
             guide.reason = str(outcome)
 

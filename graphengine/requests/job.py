@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from graphengine.requests.adapters import LoadedAdapter
     from graphengine.requests.context import Context, HeldRing, SharedPrompt, StateCheckpoint
-    from graphengine.requests.grammar_pool import DeviceGuide
-    from graphengine.requests.grammars import Guide
+    from graphengine.requests.grammars import AnyGuide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
     from graphengine.routing_record import Ids
@@ -146,7 +145,7 @@ class Job:
     given_routes: Ids | None = None
     scores: bool = False
     stream: TextStream | None = None
-    guide: Guide | DeviceGuide | None = None
+    guide: AnyGuide | None = None
     forcible: bool = False
     forced: int | None = None
     drafts: CallerDrafts = NO_DRAFTS
@@ -188,6 +187,11 @@ class Job:
     def guided(self) -> bool:
         """Whether the host must read each of its tokens before it launches the next step."""
         return self.forcible or (self.guide is not None and self.guide.where == "host")
+
+    @property
+    def followed(self) -> bool:
+        """Whether the device follows its grammar."""
+        return self.guide is not None and self.guide.where == "device"
 
     @property
     def can_sample(self) -> bool:

@@ -2,14 +2,17 @@
 
     prefill   note_prompt (state 0) -> process_logits (its mask) -> sample -> note_tokens (follow)
     decode    process_logits (the mask after each lane's drafts) -> ... -> note_tokens (follow)
+    drafts    after either, `draft/forced.py` writes the forced tokens from there on
 
 An automaton's tables are one region of the pool, an array of int32. Numbers of states and classes
 of tokens are packed in pairs, the lower 16 bits first.
 
-    V, C, where the next states are, where the states' masks are: offsets from the region's start
+    V, C, then where the next states, the states' masks and the forced tokens are: offsets from the
+                                region's start
     the class of each token     [V], packed
     the next state              [states, C], packed; DEAD where the class is not allowed
     where each state's mask is  [states]: offsets from the region's start
+    each state's forced token   [states]: -1 for none
     masks                       [masks, V / 32 rounded up]: bit id % 32 of word id // 32
 
 Letters: S slots, V ids, C classes of tokens, P words of the pool.
@@ -30,7 +33,7 @@ from graphengine.kernels.core.lanes import check_lanes
 
 DEAD = 0xFFFF
 """Stands for the state after a token that is not allowed."""
-HEADER = 4
+HEADER = 5
 """Words before the classes."""
 
 _DEAD = tl.constexpr(DEAD)
@@ -54,15 +57,20 @@ class GrammarAutomata(NamedTuple):
 def region_words(states: int, classes: int, masks: int, vocabulary: int) -> int:
     """Words of an automaton's region."""
     mask = -(-vocabulary // 32)
-    return HEADER + _half(vocabulary) + _half(states * classes) + states + masks * mask
+    return HEADER + _half(vocabulary) + _half(states * classes) + 2 * states + masks * mask
 
 
 def region(
-    class_of_token_V: Words, next_state_SC: Words, mask_of_state_S: Words, masks_MW: Words
+    class_of_token_V: Words,
+    next_state_SC: Words,
+    mask_of_state_S: Words,
+    masks_MW: Words,
+    forced_S: Words,
 ) -> Words:
     """An automaton's region of the pool.
 
     next_state_SC  below 0 where the class is not allowed
+    forced_S       -1 for states without a forced token
 
     ValueError for more states or classes than have numbers.
     """
@@ -71,11 +79,13 @@ def region(
         raise ValueError(f"{states} states and {classes} classes: at most {DEAD} have numbers")
     at_next = HEADER + _half(vocabulary)
     at_state = at_next + _half(states * classes)
-    at_masks = at_state + states
-    header = np.array([vocabulary, classes, at_next, at_state], dtype=np.int32)
+    at_forced = at_state + states
+    at_masks = at_forced + states
+    header = np.array([vocabulary, classes, at_next, at_state, at_forced], dtype=np.int32)
     where = (at_masks + mask_of_state_S * masks_MW.shape[1]).astype(np.int32)
     nexts = np.where(next_state_SC < 0, DEAD, next_state_SC)
     parts = [header, _packed(class_of_token_V), _packed(nexts.reshape(-1)), where]
+    parts.append(forced_S.astype(np.int32))
     return np.concatenate([*parts, masks_MW.reshape(-1)])
 
 
@@ -105,7 +115,7 @@ def follow_reference(
     """Plain twin of `follow`: the slot's state after these tokens, from `state`."""
     start = int(automata.start[slot])
     words = automata.tables[start:]
-    vocabulary, classes, at_next, _ = words[:HEADER].tolist()
+    vocabulary, classes, at_next, *_ = words[:HEADER].tolist()
     for token in tokens:
         if state == DEAD or not 0 <= token < vocabulary:
             return DEAD
@@ -121,12 +131,18 @@ def _unpacked(words: torch.Tensor, index: int) -> int:
 def mask_reference(automata: GrammarAutomata, slot: int, state: int) -> torch.Tensor:
     """int32 [V / 32 rounded up]: the mask of a slot's state; a view, unless nothing is allowed."""
     words = automata.tables[int(automata.start[slot]) :]
-    vocabulary, _, _, at_state = words[:HEADER].tolist()
+    vocabulary, _, _, at_state, _ = words[:HEADER].tolist()
     count = -(-vocabulary // 32)
     if state == DEAD:
         return words.new_zeros(count)
     first = int(words[at_state + state])
     return words[first : first + count]
+
+
+def forced_reference(automata: GrammarAutomata, slot: int, state: int) -> int:
+    """Plain twin of `forced_token`."""
+    words = automata.tables[int(automata.start[slot]) :]
+    return -1 if state == DEAD else int(words[int(words[HEADER - 1]) + state])
 
 
 @triton.jit
@@ -156,6 +172,14 @@ def follow(region_ptr, vocabulary, classes, at_next, state, token, uses):
     index = state.to(tl.int64) * classes + each
     after = load_half(region_ptr + at_next, index, known)
     return tl.where(uses, tl.where(known, after, _DEAD), state)
+
+
+@triton.jit
+def forced_token(region_ptr, state, uses):
+    """The state's forced token; -1 for none, and where `uses` is not set."""
+    at_forced = tl.load(region_ptr + _HEADER - 1, mask=uses, other=0, cache_modifier=".cg")
+    lives = uses & (state != _DEAD)
+    return tl.load(region_ptr + at_forced + state, mask=lives, other=-1, cache_modifier=".cg")
 
 
 @triton.jit

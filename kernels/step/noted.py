@@ -80,7 +80,7 @@ def note_tokens(
     """
     N = check_steps(token_N, count_R, lanes)
     check_noted(counts_SV, history_SP, counts_SV.shape[0])
-    _check_followed(followed, counts_SV.shape[0])
+    check_followed(followed, counts_SV.shape[0])
     if not use_triton(counts_SV):
         note_tokens_reference(token_N, count_R, lanes, counts_SV, history_SP, followed)
         return
@@ -132,7 +132,8 @@ def note_tokens_reference(
             automata.state[slot] = follow_reference(automata, slot, int(automata.state[slot]), said)
 
 
-def _check_followed(followed: FollowedAutomata | None, slots: int) -> None:
+def check_followed(followed: FollowedAutomata | None, slots: int) -> None:
+    """ValueError unless the automata, if any, fit the slots."""
     if followed is not None:
         check_automata(followed.automata, slots)
         check_lanes(slots, flags=followed.flags)
@@ -161,7 +162,7 @@ def note_prompt(
     tokens = chunk.slot.numel()
     check_lanes(tokens, token=chunk.token, slot=chunk.slot, position=chunk.position)
     check_noted(counts_SV, history_SP, counts_SV.shape[0])
-    _check_followed(followed, counts_SV.shape[0])
+    check_followed(followed, counts_SV.shape[0])
     if not use_triton(counts_SV):
         note_prompt_reference(chunk, counts_SV, history_SP, followed)
         return

@@ -8,6 +8,7 @@ import pytest
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.jump_forward import JumpForward
 from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.speculative import (
     MTP,
@@ -44,6 +45,8 @@ from graphengine.speculative_text import (
         ("ngram:5:3", NGram(k=5, max_n=3)),
         ("suffix", Suffix()),
         ("suffix:4", Suffix(k=4)),
+        ("jump", JumpForward()),
+        ("jump:7", JumpForward(k=7)),
         ("model:a/b", DraftModel("a/b")),
         ("model:a/b:2", DraftModel("a/b", 2)),
         ("model:c:/d:2", DraftModel("c:/d", 2)),
@@ -66,7 +69,7 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
     "text",
     [
         "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
-        "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1",
+        "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1", "jump:", "jump:1:2",
         "model", "model:", "model::", "MTP", "eagle3",
         "eagle3:", "dflash", "dflash::", "ngram:tree:9:3:4", "off:tree:9:3:4", "mtp:tree:9:3",
         "mtp:tree:9:3:x", "mtp:tree:9:3:4:tree:9:3:4", "save-hidden", "save-hidden:",

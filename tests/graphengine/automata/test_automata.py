@@ -361,7 +361,10 @@ def test_outcomes_are_remembered(grammars: Grammars) -> None:
     assert compiled(compiler, grammars, regex="[a-z]{1,40}") is not first
     # Another vocabulary is another automaton.
     other = Compiler(grammars.tokenizer, size=4100, eos_ids=[EOS], limits=LIMITS)
-    assert other.digest("a") != compiler.digest("a")
+    asked = StructuredOutputsParams(regex="a")
+    assert other.digest(asked, "a") != compiler.digest(asked, "a")
+    spelled = StructuredOutputsParams(regex="a", spelling="tokenizer")
+    assert compiler.digest(spelled, "a") != compiler.digest(asked, "a")
 
 
 # The parts.

@@ -23,6 +23,7 @@ from graphengine.options.draft_vocabulary import (
     read_offsets,
     target_ids,
 )
+from graphengine.options.jump_forward import JumpForward
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     FORCE_ACCEPTED,
@@ -55,6 +56,7 @@ MADE = [
     DraftModel("small"),
     Eagle3("head"),
     DFlash("block"),
+    JumpForward(),
     UserProvided(),
     SaveHiddenStates("states"),
     Auto(),
@@ -111,6 +113,7 @@ def values(made: Any) -> dict[str, Any]:
         ),
         (DFlash("block"), {"path": "block", "k": 7, "layers": None}),
         (DFlash(Path("b"), 15, layers=[4, 2]), {"path": Path("b"), "k": 15, "layers": (4, 2)}),
+        (JumpForward(k=2), {"k": 2}),
         (UserProvided(k=2), {"k": 2}),
         (Auto(), {}),
         (
@@ -179,6 +182,7 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
         (NGram, {"max_n": 0}, "max_n=0 must be an integer in [1, 16]"),
         (NGram, {"max_n": 17}, "max_n=17 must be an integer in [1, 16]"),
         (NGram, {"max_n": "3"}, "max_n='3' must be an integer in [1, 16]"),
+        (JumpForward, {"k": 64}, f"k=64 {K_ERROR}"),
         (Suffix, {"k": 0}, f"k=0 {K_ERROR}"),
         (Suffix, {"factor": 0}, "factor=0 must be a finite number above 0"),
         (Suffix, {"factor": math.inf}, "factor=inf must be a finite number above 0"),
@@ -432,6 +436,7 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
         ),
         (DFlash(Path("models/block"), 5), "dflash models/block, k=5"),
         (DFlash("block", layers=(1, 5)), "dflash block, k=7, after layers 1, 5"),
+        (JumpForward(5), "jump-forward, k=5"),
         (UserProvided(4), "user-provided, k=4"),
         (SaveHiddenStates("out"), "hidden states to out"),
         (Auto(), "auto"),
@@ -448,8 +453,8 @@ def test_what_is_no_mode_is_refused(wrong: Any) -> None:
         check_speculative(wrong)
     assert str(refused.value) == (
         f"speculative={wrong!r} must be one of "
-        "MTP, NGram, Suffix, DraftModel, Eagle3, DFlash, UserProvided, SaveHiddenStates, Auto, "
-        "or None"
+        "MTP, NGram, Suffix, DraftModel, Eagle3, DFlash, JumpForward, UserProvided, "
+        "SaveHiddenStates, Auto, or None"
     )
 
 

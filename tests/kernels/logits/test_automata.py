@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +15,12 @@ from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.tree import TreeLanes
 from graphengine.kernels.logits import logits as logits_module
-from graphengine.kernels.logits.automata import (
-    DEAD,
-    GrammarAutomata,
-    region,
-    region_words,
-)
+from graphengine.kernels.logits.automata import DEAD, GrammarAutomata, region
 from graphengine.kernels.logits.logits import (
     LogitsTensors,
     process_logits,
     process_logits_reference,
 )
-from graphengine.kernels.logits.logits_triton import USES_AUTOMATON, USES_BIAS
 from graphengine.kernels.step import noted as noted_module
 from graphengine.kernels.step.noted import (
     FollowedAutomata,
@@ -36,6 +30,7 @@ from graphengine.kernels.step.noted import (
     note_tokens_reference,
 )
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from launches.automata import HUGE, SLOTS, Pool, Tables, ints
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,
@@ -43,86 +38,6 @@ from launches.compilation import (
     record_launch,
 )
 from launches.trees import Shape, shapes
-
-HUGE = 2**31 - 1
-SLOTS = 5
-
-
-class Tables(NamedTuple):
-    """An automaton, as plain arrays."""
-
-    class_of_token: np.ndarray
-    next_state: np.ndarray
-    mask_of_state: np.ndarray
-    masks: np.ndarray
-
-    @classmethod
-    def draw(cls, seed: int, vocabulary: int, states: int, classes: int) -> Tables:
-        rng = np.random.default_rng(seed)
-        next_state = rng.integers(-1, states, (states, classes)).astype(np.int32)
-        # Masks are independent of the steps: a kernel must not tell one from the other.
-        masks = rng.integers(-(2**31), 2**31, (3, -(-vocabulary // 32))).astype(np.int32)
-        return cls(
-            rng.integers(0, classes, vocabulary).astype(np.int32),
-            next_state,
-            rng.integers(0, 3, states).astype(np.int32),
-            masks,
-        )
-
-    def follow(self, state: int, tokens: Sequence[int]) -> int:
-        for token in tokens:
-            if state == DEAD or not 0 <= token < len(self.class_of_token):
-                return DEAD
-            after = int(self.next_state[state, self.class_of_token[token]])
-            state = DEAD if after < 0 else after
-        return state
-
-    def allows(self, state: int) -> np.ndarray:
-        """[V]"""
-        vocabulary = len(self.class_of_token)
-        if state == DEAD:
-            return np.zeros(vocabulary, dtype=bool)
-        bits = np.unpackbits(
-            self.masks[self.mask_of_state[state]].view(np.uint8), bitorder="little"
-        )
-        return bits[:vocabulary].astype(bool)
-
-
-class Pool(NamedTuple):
-    """A pool with an automaton for each slot that has one, garbage elsewhere."""
-
-    automata: GrammarAutomata
-    flags: torch.Tensor
-    held: list[Tables | None]
-
-    @classmethod
-    def draw(cls, seed: int, vocabulary: int, device: str) -> Pool:
-        rng = np.random.default_rng(seed)
-        held: list[Tables | None] = []
-        words: list[np.ndarray] = []
-        starts, states = [], []
-        for slot in range(SLOTS):
-            words.append(np.full(rng.integers(0, 9), HUGE, dtype=np.int32))
-            tables = None
-            starts.append(HUGE)
-            states.append(HUGE)
-            if slot != 2:
-                count, classes = int(rng.integers(1, 40)), int(rng.integers(1, 9))
-                tables = Tables.draw(seed + slot, vocabulary, count, classes)
-                starts[slot] = sum(map(len, words))
-                states[slot] = DEAD if slot == 3 else int(rng.integers(0, count))
-                words.append(region(*tables))
-                assert len(words[-1]) == region_words(count, classes, 3, vocabulary)
-            held.append(tables)
-        pool = np.concatenate([*words, np.full(5, HUGE, np.int32)])
-        flags = [USES_BIAS if tables is None else USES_AUTOMATON for tables in held]
-        parts = (pool.tolist(), starts, states)
-        automata = GrammarAutomata(*(ints(part, device) for part in parts))
-        return cls(automata, ints(flags, device), held)
-
-
-def ints(values: Any, device: str) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def logits_tensors(pool: Pool, vocabulary: int, device: str) -> LogitsTensors:
