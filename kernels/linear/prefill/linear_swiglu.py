@@ -48,9 +48,10 @@ LANES = 128
 
 _COLUMNS = 64
 _WARPS = 8
-# The TMA wants rows whose pitch and address are multiples of this many bytes.
-_ALIGNMENT = 16
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+ALIGNMENT = 16
+"""The TMA wants rows whose pitch and address are multiples of this many bytes."""
+
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 # Outputs of a tile -> steps in shared memory. Tiles of fewer outputs read more shared memory for
 # each, which does not matter with one tile of lanes.
 _STAGES = {128: 4, 64: 6}
@@ -82,7 +83,7 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
 def _can_be_fused(weight_MK: torch.Tensor) -> bool:
     """Whether the TMA takes the weight's rows, and dense rows of the result."""
     outputs = weight_MK.shape[0] // 2
-    return _fits(weight_MK) and not outputs * weight_MK.itemsize % _ALIGNMENT
+    return fits_tma(weight_MK) and not outputs * weight_MK.itemsize % ALIGNMENT
 
 
 def tile_outputs(lanes: int, outputs: int, processors: int) -> int | None:
@@ -141,18 +142,19 @@ def linear_swiglu(
             x_NK, weight_MK, activation=activation, out=out, delta_NM=delta_NM
         )
     for name, rows in {"x_NK": x_NK, "weight_MK": weight_MK, "out": out}.items():
-        if not _fits(rows):
+        if not fits_tma(rows):
             raise ValueError(
                 f"{name} is {rows.dtype} in rows {rows.stride(0) * rows.itemsize} bytes apart from "
-                f"{rows.data_ptr():#x}: it must be 16-bit, in rows aligned to {_ALIGNMENT} bytes"
+                f"{rows.data_ptr():#x}: it must be 16-bit, in rows aligned to {ALIGNMENT} bytes"
             )
     _launch(x_NK, weight_MK, out, activation, pdl, delta_NM)
     return out
 
 
-def _fits(rows: torch.Tensor) -> bool:
+def fits_tma(rows: torch.Tensor) -> bool:
+    """Whether the TMA takes these rows, of a dtype that `wgmma` multiplies here."""
     apart = rows.stride(0) * rows.itemsize
-    return rows.dtype in _DTYPES and not apart % _ALIGNMENT and not rows.data_ptr() % _ALIGNMENT
+    return rows.dtype in GLUON_DTYPES and not apart % ALIGNMENT and not rows.data_ptr() % ALIGNMENT
 
 
 def _launch(
@@ -166,7 +168,7 @@ def _launch(
     N, F = out.shape
     processors = processors_of(out)
     B = tile_outputs(N, F, processors) or 128
-    dtype = _DTYPES[out.dtype]
+    dtype = GLUON_DTYPES[out.dtype]
     tiles = triton.cdiv(N, LANES) * triton.cdiv(F, B)
     launcher(_swiglu_kernel, (min(processors, tiles),))(
         described(x_NK, [LANES, _COLUMNS], dtype),
@@ -224,7 +226,7 @@ def _swiglu_kernel(
         _ask_weights(inputs, weights, w, arrived, first, steps, LANE_TILES, F, STEPS, STAGES)
     _wait_for_inputs(PDL, True)
     for first in gl.static_range(STAGES - 1):
-        _ask_inputs(inputs, x, arrived, first, steps, LANE_TILES, STEPS, STAGES)
+        ask_inputs(inputs, x, arrived, first, steps, LANE_TILES, STEPS, STAGES)
 
     step = 0
     for turn in range(own_tiles):
@@ -240,7 +242,7 @@ def _swiglu_kernel(
             sync_threads()
             ahead = step + STAGES - 1
             _ask_weights(inputs, weights, w, arrived, ahead, steps, LANE_TILES, F, STEPS, STAGES)
-            _ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
+            ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
             step += 1
         both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
         gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
@@ -296,7 +298,7 @@ def _ask_weights(
 
 
 @gluon.jit
-def _ask_inputs(
+def ask_inputs(
     inputs,
     x,
     arrived,

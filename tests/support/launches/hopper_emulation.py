@@ -44,13 +44,17 @@ def run_launch(launch: Op, *, late: bool = True) -> None:
     values, descriptors = _parameters(launch, names, memory)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
     grid = (*launch.grid, 1, 1)[:3]
+    stored: list[_Stored] = []
     with np.errstate(all="ignore"):
         for x in range(grid[0]):
             special = {"ctaid": (x, 0, 0), "nctaid": grid}
             block = _Block(program, registers, values, special, threads, memory, late)
             block.descriptors, block.tables = descriptors, tables
             block.run()
+            stored += block.stored
     memory.write_back()
+    for descriptor, start, box in stored:
+        _write_box(descriptor, start, box)
 
 
 def _prepared(ptx: str) -> tuple[str, dict[str, list[str]]]:
@@ -135,14 +139,18 @@ class _Barrier:
 
 
 class _Product(NamedTuple):
-    """A `wgmma` that was begun by the threads `group`."""
+    """A `wgmma` that was begun by the threads `group`; `left` is a descriptor, or was in registers."""
 
     group: Array
     sums: list[str]
-    left: Array
+    left: Array | int
     descriptor: int
     kind: str
     add: bool
+
+
+_Stored = tuple[TensorDescriptor, list[int], torch.Tensor]
+"""What the TMA writes to memory, and where."""
 
 
 class _Block(emulation._Program):
@@ -157,6 +165,12 @@ class _Block(emulation._Program):
         # What threads wait for: a barrier's number and threads, or an mbarrier and a phase.
         self.blocked: dict[int, tuple[str, int, int]] = {}
         self.copies: list[Callable[[], None]] = []
+        # Stores that have yet to read shared memory, and what was read.
+        self.stores: list[Callable[[], None]] = []
+        self.stored: list[_Stored] = []
+        # Products of each warp group: groups of them that were committed, the newest last, and
+        # those of the next one.
+        self.committed: dict[int, list[list[_Product]]] = {}
         self.products: dict[int, list[_Product]] = {}
 
     def run(self) -> None:
@@ -170,6 +184,7 @@ class _Block(emulation._Program):
                     continue
                 # Warps without a program wait for one at the end.
                 assert (self.pc[:128] >= end).all(), f"deadlock: {set(self.blocked.values())}"
+                assert not self.stores, "it ends before its stores have read shared memory"
                 return
             pc = int(self.pc[ready].min())
             active = ready & (self.pc == pc)
@@ -262,6 +277,15 @@ class _Block(emulation._Program):
         if rest[1] != "bulk":
             super().do_cp(rest, ops, active)
             return
+        if rest[2] in ("commit_group", "wait_group"):
+            assert rest[2] == "commit_group" or int(ops[0]) == 0, "waits for some stores"
+            while rest[2] == "wait_group" and self.stores:
+                self.stores.pop(0)()
+            return
+        if rest[4] == "global":
+            for thread in np.flatnonzero(active):
+                self._store(ops, int(thread))
+            return
         (thread,) = np.flatnonzero(active)
         pointer, *axes = self._list(ops[1])
         descriptor = self.descriptors[int(self.read(pointer)[thread])]
@@ -280,6 +304,27 @@ class _Block(emulation._Program):
         else:
             copy()
 
+    def _store(self, ops: list[str], thread: int) -> None:
+        pointer, *axes = self._list(ops[0])
+        descriptor = self.descriptors[int(self.read(pointer)[thread])]
+        start = [int(self.read(axis)[thread].astype(np.int32)) for axis in reversed(axes)]
+        source = int(self._address(ops[1])[thread])
+        # A wider box is copied in parts, by a thread each.
+        width = descriptor.layout.swizzle_byte_width
+        rows, columns = descriptor.block_shape
+        shape = rows, min(columns, width // descriptor.base.itemsize)
+
+        def store() -> None:
+            box = torch.empty(shape, dtype=descriptor.base.dtype)
+            flat = box.view(torch.uint8).numpy().reshape(-1)
+            flat[:] = self.shared[_swizzled(source + np.arange(flat.size), width)]
+            self.stored.append((descriptor, start, box))
+
+        if self.late:
+            self.stores.append(store)
+        else:
+            store()
+
     # Products.
 
     def do_wgmma(self, rest: list[str], ops: list[str], active: Array) -> None:
@@ -290,25 +335,29 @@ class _Block(emulation._Program):
             assert active[own].all(), "a warp group that is not together"
             if rest[0] == "mma_async":
                 self._begin(rest, ops, group, own)
+            elif rest[0] == "commit_group":
+                self.committed.setdefault(group, []).append(self.products.pop(group, []))
             elif rest[0] == "wait_group":
-                assert int(ops[0]) == 0
-                for product in self.products.pop(group, []):
-                    self._multiply(product)
+                committed = self.committed.setdefault(group, [])
+                while len(committed) > int(ops[0]):
+                    for product in committed.pop(0):
+                        self._multiply(product)
 
     def _begin(self, rest: list[str], ops: list[str], group: int, own: Array) -> None:
         kind = rest[-1]
-        # Floats of 8 bits have no transposed right operand.
-        assert [int(op) for op in ops[4:]] == [1, 1, 0][: 2 if kind == "e4m3" else 3], ops
-        count = 4 // _SIZES[kind]
-        left, lane = np.zeros((4, 16, 8 * count)), np.arange(32)
-        for index, name in enumerate(self._list(ops[1])):
-            for place, value in enumerate(_values(self.read(name), kind)):
-                column = count * (lane % 4) + place + 4 * count * (index // 2)
-                left[:, lane // 4 + 8 * (index % 2), column] = value[own].reshape(4, 32)
+        in_memory = not ops[1].startswith("{")
+        # No operand is transposed; floats of 8 bits cannot be, nor those in registers.
+        transposed = 0 if kind == "e4m3" else 1 + in_memory
+        assert [int(op) for op in ops[4:]] == [1, 1, 0, 0][: 2 + transposed], ops
+        left: Array | int
+        if in_memory:
+            left = int(self.read(ops[1])[own][0])
+        else:
+            left = self._in_registers(self._list(ops[1]), kind, own)
         product = _Product(
             own,
             self._list(ops[0]),
-            left.reshape(64, -1),
+            left,
             int(self.read(ops[2])[own][0]),
             kind,
             bool(self.read(ops[3])[own][0]),
@@ -318,16 +367,30 @@ class _Block(emulation._Program):
         else:
             self._multiply(product)
 
-    def _multiply(self, product: _Product) -> None:
-        lanes = 2 * len(product.sums)
-        width = _SWIZZLES[product.descriptor >> 62]
-        start, stride = ((product.descriptor >> bit & 0x3FFF) << 4 for bit in (0, 32))
-        # 32 bytes of each lane, whatever the columns are.
-        lane, word = np.arange(lanes)[:, None], np.arange(8)[None, :]
-        at = _swizzled(start + lane // 8 * stride + lane % 8 * width + 4 * word, width)
+    def _in_registers(self, names: list[str], kind: str, own: Array) -> Array:
+        """A left operand of 64 rows that a warp group has in registers."""
+        count = 4 // _SIZES[kind]
+        left, lane = np.zeros((4, 16, 8 * count)), np.arange(32)
+        for index, name in enumerate(names):
+            for place, value in enumerate(_values(self.read(name), kind)):
+                column = count * (lane % 4) + place + 4 * count * (index // 2)
+                left[:, lane // 4 + 8 * (index % 2), column] = value[own].reshape(4, 32)
+        return left.reshape(64, -1)
+
+    def _in_shared(self, descriptor: int, rows: int, kind: str) -> Array:
+        """An operand of so many rows in shared memory, of which each has 32 bytes."""
+        width = _SWIZZLES[descriptor >> 62]
+        start, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 32))
+        row, word = np.arange(rows)[:, None], np.arange(8)[None, :]
+        at = _swizzled(start + row // 8 * stride + row % 8 * width + 4 * word, width)
         words = self.shared[at[:, :, None] + np.arange(4)].view(np.uint32)[:, :, 0]
-        right = np.stack(_values(words, product.kind), axis=-1).reshape(lanes, -1)
-        result = product.left @ right.T
+        return np.stack(_values(words, kind), axis=-1).reshape(rows, -1)
+
+    def _multiply(self, product: _Product) -> None:
+        lanes, kind, left = 2 * len(product.sums), product.kind, product.left
+        if isinstance(left, int):
+            left = self._in_shared(left, 64, kind)
+        result = left @ self._in_shared(product.descriptor, lanes, kind).T
         thread = np.arange(32)
         for index, name in enumerate(product.sums):
             row = thread // 4 + 8 * (index // 2 % 2)
@@ -349,3 +412,10 @@ def _box(descriptor: TensorDescriptor, start: list[int]) -> torch.Tensor:
     ]
     box[tuple(slice(0, length) for length in found.shape)] = found
     return box
+
+
+def _write_box(descriptor: TensorDescriptor, start: list[int], box: torch.Tensor) -> None:
+    """Write what the TMA stores; nothing past the edges."""
+    place = tuple(slice(f, f + n) for f, n in zip(start, box.shape, strict=True))
+    there = descriptor.base[place]
+    there.copy_(box[tuple(slice(0, length) for length in there.shape)])
