@@ -114,18 +114,19 @@ class DecodeLanes(NamedTuple):
 
 
 class PrefillLanes(NamedTuple):
-    """What one prompt chunk feeds to the model. Padded lanes: slot -1, rest undefined."""
+    """What the chunks of P prompts feed to the model. Padded lanes: slot -1, rest undefined."""
 
     token: torch.Tensor
     """int32 [T]"""
     slot: torch.Tensor
-    """int32 [T]: -1 past the chunk."""
+    """int32 [T]: -1 past the chunks."""
     position: torch.Tensor
     """int32 [T]: absolute position of each token."""
     query_start: torch.Tensor
-    """int32 [2]: (0, live lanes), the one segment of paged_prefill_attention."""
+    """int32 [P + 1]: lane where each chunk begins, then the number of live lanes; the segments of
+    paged_prefill_attention."""
     last: torch.Tensor
-    """int32 [1]: the chunk's last live lane, which is sampled; 0 if none is live."""
+    """int32 [P]: each chunk's last live lane, which is sampled; 0 if none is live."""
 
 
 def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
@@ -161,43 +162,44 @@ def apply_commands_reference(state: SlotState, command_epoch_S: torch.Tensor) ->
 
 def gather_prefill(
     tokens_T: torch.Tensor,
-    prefill_slot_1: torch.Tensor,
-    prefill_start_1: torch.Tensor,
-    prefill_count_1: torch.Tensor,
+    prefill_slot_P: torch.Tensor,
+    prefill_start_P: torch.Tensor,
+    prefill_count_P: torch.Tensor,
 ) -> PrefillLanes:
-    """The lanes of one slot's prompt chunk, in new tensors.
+    """The lanes of the chunks of P prompts, one after the other, in new tensors.
 
-    Lanes 0 .. count - 1 are live, at positions start .. start + count - 1. No lane is live if the
-    slot is -1 or the count 0; a count past T counts as T.
+    The lanes of chunk p are live, at positions start[p] .. start[p] + count[p] - 1 of its slot. It
+    has no lane if its slot is -1 or its count 0. Lanes past T do not exist: counts end there.
 
     Args:
-        tokens_T: int32 [T], the chunk, then anything.
-        prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1].
+        tokens_T: int32 [T], the chunks, then anything.
+        prefill_slot_P, prefill_start_P, prefill_count_P: int32 [P].
     """
-    tokens = tokens_T.numel()
+    tokens, prompts = tokens_T.numel(), prefill_slot_P.numel()
     check_lanes(tokens, prefill_tokens=tokens_T)
     check_lanes(
-        1,
-        prefill_slot=prefill_slot_1,
-        prefill_start=prefill_start_1,
-        prefill_count=prefill_count_1,
+        prompts,
+        prefill_slot=prefill_slot_P,
+        prefill_start=prefill_start_P,
+        prefill_count=prefill_count_P,
     )
     if not use_triton(tokens_T):
-        return gather_prefill_reference(tokens_T, prefill_slot_1, prefill_start_1, prefill_count_1)
+        return gather_prefill_reference(tokens_T, prefill_slot_P, prefill_start_P, prefill_count_P)
     lanes = PrefillLanes(
         token=torch.empty_like(tokens_T),
         slot=torch.empty_like(tokens_T),
         position=torch.empty_like(tokens_T),
-        query_start=tokens_T.new_empty(2),
-        last=tokens_T.new_empty(1),
+        query_start=tokens_T.new_empty(prompts + 1),
+        last=tokens_T.new_empty(prompts),
     )
     launcher(_gather_prefill_kernel, (triton.cdiv(tokens, _BLOCK),))(
         tokens_T,
-        prefill_slot_1,
-        prefill_start_1,
-        prefill_count_1,
+        prefill_slot_P,
+        prefill_start_P,
+        prefill_count_P,
         *lanes,
         tokens,
+        PROMPTS=prompts,
         BLOCK=_BLOCK,
     )
     return lanes
@@ -205,69 +207,75 @@ def gather_prefill(
 
 def gather_prefill_reference(
     tokens_T: torch.Tensor,
-    prefill_slot_1: torch.Tensor,
-    prefill_start_1: torch.Tensor,
-    prefill_count_1: torch.Tensor,
+    prefill_slot_P: torch.Tensor,
+    prefill_start_P: torch.Tensor,
+    prefill_count_P: torch.Tensor,
 ) -> PrefillLanes:
     """Plain twin of `gather_prefill`."""
     tokens = tokens_T.numel()
-    count = prefill_count_1.clamp(0, tokens).where(prefill_slot_1 >= 0, 0)
+    counts = prefill_count_P.clamp(0, tokens).where(prefill_slot_P >= 0, 0)
+    end = counts.cumsum(0, dtype=torch.int32).clamp(max=tokens)
+    begin = torch.cat([end.new_zeros(1), end[:-1]])
     lane = torch.arange(tokens, dtype=torch.int32, device=tokens_T.device)
+    # The chunk of each lane; past the chunks any.
+    chunk = torch.searchsorted(end, lane, right=True).clamp(max=len(end) - 1)
     return PrefillLanes(
         token=tokens_T.clone(),
-        slot=prefill_slot_1.where(lane < count, -1),
-        position=prefill_start_1 + lane,
-        query_start=torch.cat([torch.zeros_like(count), count]),
-        last=(count - 1).clamp(min=0),
+        slot=prefill_slot_P[chunk].where(lane < end[-1], -1),
+        position=prefill_start_P[chunk] + lane - begin[chunk],
+        query_start=torch.cat([begin, end[-1:]]),
+        last=(end - 1).where(end > begin, 0),
     )
 
 
 def commit_prefill(
     state: SlotState,
-    token_1: torch.Tensor,
-    prefill_slot_1: torch.Tensor,
-    prefill_start_1: torch.Tensor,
-    prefill_count_1: torch.Tensor,
-    prefill_final_1: torch.Tensor,
+    token_P: torch.Tensor,
+    prefill_slot_P: torch.Tensor,
+    prefill_start_P: torch.Tensor,
+    prefill_count_P: torch.Tensor,
+    prefill_final_P: torch.Tensor,
     limits: StopTensors,
     sequences: StopSequences | None = None,
 ) -> torch.Tensor:
-    """Take one slot's prompt chunk into its state, in place: kv_len = start + count.
+    """Take the chunks of P prompts into the states of their slots, in place: kv_len = start +
+    count. Slots differ.
 
-    After the prompt's final chunk the sampled token becomes the slot's next query, under the same
+    After a prompt's final chunk the sampled token becomes the slot's next query, under the same
     rules as in `verify_commit_publish`, and the slot runs unless that token already stopped it.
     Before the final chunk the token means nothing and the flags are 0. A slot of -1 or a count of 0
     changes nothing.
 
     Args:
         state: next_token, kv_len and running are updated in place.
-        token_1: int32 [1], from `sample`; read only after the final chunk.
-        prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1], as for `gather_prefill`.
-        prefill_final_1: int32 [1], not 0 for the prompt's last chunk.
+        token_P: int32 [P], from `sample`; read only after the final chunk.
+        prefill_slot_P, prefill_start_P, prefill_count_P: int32 [P], as for `gather_prefill`.
+        prefill_final_P: int32 [P], not 0 for the prompt's last chunk.
         limits: host-owned.
         sequences: stop sequences by slot, host-owned; the token can only complete sequences of one
             token.
 
     Returns:
-        flags_1: new int32 [1], as in `verify_commit_publish`; 0 if nothing was emitted.
+        flags_P: new int32 [P], as in `verify_commit_publish`; 0 if nothing was emitted.
     """
     slots = check_state(state)
     stop_ids = check_limits(limits, slots)
-    chunk = (prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1)
+    chunk = (prefill_slot_P, prefill_start_P, prefill_count_P, prefill_final_P)
+    prompts = prefill_slot_P.numel()
     check_lanes(
-        1,
-        token=token_1,
-        prefill_slot=prefill_slot_1,
-        prefill_start=prefill_start_1,
-        prefill_count=prefill_count_1,
-        prefill_final=prefill_final_1,
+        prompts,
+        token=token_P,
+        prefill_slot=prefill_slot_P,
+        prefill_start=prefill_start_P,
+        prefill_count=prefill_count_P,
+        prefill_final=prefill_final_P,
     )
     Q, L = (0, 1) if sequences is None else _sizes_of_sequences(sequences, slots)
-    if not use_triton(token_1):
-        return commit_prefill_reference(state, token_1, *chunk, limits, sequences)
-    flags_1 = torch.empty_like(token_1)
-    launcher(_commit_prefill_kernel, (1,))(
-        token_1,
+    if not use_triton(token_P):
+        return commit_prefill_reference(state, token_P, *chunk, limits, sequences)
+    flags_P = torch.empty_like(token_P)
+    launcher(_commit_prefill_kernel, (prompts,))(
+        token_P,
         *chunk,
         state.next_token,
         state.kv_len,
@@ -275,7 +283,7 @@ def commit_prefill(
         limits.stop_ids,
         limits.max_len,
         sequences,
-        flags_1,
+        flags_P,
         stop_ids,
         Q=Q,
         L=L,
@@ -283,36 +291,38 @@ def commit_prefill(
         BLOCK_Q=triton.next_power_of_2(max(Q, 1)),
         num_warps=1,
     )
-    return flags_1
+    return flags_P
 
 
 def commit_prefill_reference(
     state: SlotState,
-    token_1: torch.Tensor,
-    prefill_slot_1: torch.Tensor,
-    prefill_start_1: torch.Tensor,
-    prefill_count_1: torch.Tensor,
-    prefill_final_1: torch.Tensor,
+    token_P: torch.Tensor,
+    prefill_slot_P: torch.Tensor,
+    prefill_start_P: torch.Tensor,
+    prefill_count_P: torch.Tensor,
+    prefill_final_P: torch.Tensor,
     limits: StopTensors,
     sequences: StopSequences | None = None,
 ) -> torch.Tensor:
     """Plain twin of `commit_prefill`."""
-    live = (prefill_slot_1 >= 0) & (prefill_count_1 > 0)
-    slot = prefill_slot_1[live].long()
-    state.kv_len[slot] = (prefill_start_1 + prefill_count_1)[live]
-    flags_1 = torch.zeros_like(token_1)
-    final = live & (prefill_final_1 != 0)
-    slot = prefill_slot_1[final].long()
+    live = (prefill_slot_P >= 0) & (prefill_count_P > 0)
+    slot = prefill_slot_P[live].long()
+    state.kv_len[slot] = (prefill_start_P + prefill_count_P)[live]
+    flags_P = torch.zeros_like(token_P)
+    final = live & (prefill_final_P != 0)
+    slot = prefill_slot_P[final].long()
     state.running[slot] = 1
-    flags_1[final] = commit_tokens_reference(state, token_1[final], slot, limits)
-    if sequences is not None and bool(flags_1 & EMITTED):
-        wanted = sequences.tokens[slot[0]]
-        alone = wanted[(wanted[:, :-1] < 0).all(dim=1), -1]
-        first = max(int(sequences.start[slot[0]]), int(sequences.min_len[slot[0]]))
-        if bool((alone == token_1).any()) and int(state.kv_len[slot[0]]) >= first:
-            flags_1 |= STOP
-            state.running[slot] = 0
-    return flags_1
+    flags_P[final] = commit_tokens_reference(state, token_P[final], slot, limits)
+    if sequences is not None:
+        for place in (final & (flags_P & EMITTED != 0)).nonzero()[:, 0]:
+            where = prefill_slot_P[place].long()
+            wanted = sequences.tokens[where]
+            alone = wanted[(wanted[:, :-1] < 0).all(dim=1), -1]
+            first = max(int(sequences.start[where]), int(sequences.min_len[where]))
+            if bool((alone == token_P[place]).any()) and int(state.kv_len[where]) >= first:
+                flags_P[place] |= STOP
+                state.running[where] = 0
+    return flags_P
 
 
 def _sizes_of_sequences(sequences: StopSequences, slots: int) -> tuple[int, int]:
@@ -438,22 +448,30 @@ def _gather_prefill_kernel(
     query_start_ptr,
     last_ptr,
     tokens,
+    PROMPTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    prefill_slot = tl.load(prefill_slot_ptr)
-    start = tl.load(prefill_start_ptr)
-    count = tl.minimum(tl.maximum(tl.load(prefill_count_ptr), 0), tokens)
-    count = tl.where(prefill_slot >= 0, count, 0)
-
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = lane < count
-    tl.store(slot_ptr + lane, tl.where(live, prefill_slot, -1), mask=lane < tokens)
+    slot, position = tl.full([BLOCK], -1, tl.int32), lane
+    begin = 0
+    for prompt in range(PROMPTS):
+        own_slot = tl.load(prefill_slot_ptr + prompt)
+        start = tl.load(prefill_start_ptr + prompt)
+        count = tl.minimum(tl.maximum(tl.load(prefill_count_ptr + prompt), 0), tokens - begin)
+        count = tl.where(own_slot >= 0, count, 0)
+        own = (lane >= begin) & (lane < begin + count)
+        slot = tl.where(own, own_slot, slot)
+        position = tl.where(own, start + lane - begin, position)
+        if tl.program_id(0) == 0:
+            tl.store(query_start_ptr + prompt, begin)
+            tl.store(last_ptr + prompt, tl.where(count > 0, begin + count - 1, 0))
+        begin += count
+    live = lane < begin
+    tl.store(slot_ptr + lane, slot, mask=lane < tokens)
     tl.store(token_ptr + lane, tl.load(tokens_ptr + lane, mask=live), mask=live)
-    tl.store(position_ptr + lane, start + lane, mask=live)
+    tl.store(position_ptr + lane, position, mask=live)
     if tl.program_id(0) == 0:
-        tl.store(query_start_ptr, 0)
-        tl.store(query_start_ptr + 1, count)
-        tl.store(last_ptr, tl.maximum(count - 1, 0))
+        tl.store(query_start_ptr + PROMPTS, begin)
 
 
 @triton.jit
@@ -499,14 +517,15 @@ def _commit_prefill_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    slot = tl.load(prefill_slot_ptr)
-    count = tl.load(prefill_count_ptr)
+    prompt = tl.program_id(0)
+    slot = tl.load(prefill_slot_ptr + prompt)
+    count = tl.load(prefill_count_ptr + prompt)
     live = (slot >= 0) & (count > 0)
-    kv_len = tl.load(prefill_start_ptr) + count
+    kv_len = tl.load(prefill_start_ptr + prompt) + count
     tl.store(kv_len_ptr + slot, kv_len, mask=live)
-    final = live & (tl.load(prefill_final_ptr) != 0)
+    final = live & (tl.load(prefill_final_ptr + prompt) != 0)
     one = tl.arange(0, 1)
-    token_1 = tl.load(token_ptr + one, mask=final, other=0)
+    token_1 = tl.load(token_ptr + prompt + one, mask=final, other=0)
     stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, final, stop_ids, BLOCK_E)
     flags_1 = commit_flags(token_1, kv_len, final, stop_ids_E, max_len)
     if sequences is not None:
@@ -514,7 +533,7 @@ def _commit_prefill_kernel(
         flags_1 = tl.where(stops_1 & ((flags_1 & _EMITTED) != 0), flags_1 | _STOP, flags_1)
     tl.store(next_token_ptr + slot + one, token_1, mask=(flags_1 & _EMITTED) != 0)
     tl.store(running_ptr + slot + one, (flags_1 == _EMITTED).to(tl.int32), mask=final)
-    tl.store(flags_ptr + one, flags_1)
+    tl.store(flags_ptr + prompt + one, flags_1)
 
 
 @triton.jit

@@ -215,6 +215,47 @@ def _prefill_ops(twin: Twin) -> list[Callable[..., Any]]:
 
 
 @given(data=st.data())
+@settings(max_examples=extent(12, 40), deadline=None, derandomize=True)
+def test_chunks_of_several_prompts_are_as_those_of_one_each(twin: Twin, data: st.DataObject):
+    """Their lanes follow each other; chunks without lanes, and lanes past the bucket, are none."""
+    _, gather_chunks, commit_chunks, _ = _prefill_ops(twin)
+    tokens, prompts = 200, data.draw(st.sampled_from([1, 2, 5]))
+    drawn_slots = data.draw(st.permutations([0, 1, 2, 3, 4, 5]))[:prompts]
+    slots = [data.draw(st.sampled_from([slot, slot, -1])) for slot in drawn_slots]
+    counts = [data.draw(st.sampled_from([0, 1, 3, 70, 140, HUGE])) for _ in slots]
+    starts = [data.draw(st.sampled_from([0, 5, 1000])) for _ in slots]
+    finals, drawn = ([data.draw(st.integers(-1, 3)) for _ in slots] for _ in range(2))
+    chunks = [twin.ints(each) for each in (slots, starts, counts)]
+    lanes = gather_chunks(twin.ints([*range(tokens)]), *chunks)
+    begin, expected = 0, []
+    for slot, start, count in zip(slots, starts, counts, strict=True):
+        held = min(count, tokens - begin) if slot >= 0 else 0
+        expected.append((begin, begin + held - 1 if held else 0))
+        own = slice(begin, begin + held)
+        assert lanes.slot[own].tolist() == [slot] * held
+        assert lanes.position[own].tolist() == [*range(start, start + held)]
+        assert lanes.token[own].tolist() == [*range(tokens)[own]]
+        begin += held
+    assert (lanes.slot[begin:] == -1).all()
+    assert lanes.query_start.tolist() == [first for first, _ in expected] + [begin]
+    assert lanes.last.tolist() == [last for _, last in expected]
+
+    counts = [min(count, tokens) for count in counts]
+    several, single = twin.state(6), twin.state(6)
+    limits = twin.limits(6, max_len=1004)
+    limits.stop_ids[:, 0] = 2
+    parts = [drawn, slots, starts, counts, [max(final, 0) for final in finals]]
+    found = commit_chunks(several, *(twin.ints(part) for part in parts), limits).tolist()
+    one_by_one = [
+        commit_chunks(single, *(twin.ints([part[index]]) for part in parts), limits).item()
+        for index in range(prompts)
+    ]
+    assert found == one_by_one
+    for name in SlotState._fields:
+        assert torch.equal(getattr(several, name), getattr(single, name)), name
+
+
+@given(data=st.data())
 @settings(max_examples=extent(8, 15), deadline=None, derandomize=True)
 def test_requests_live_and_die_as_in_plain_python(twin: Twin, data: st.DataObject):
     slots = [Slot() for _ in range(4)]
