@@ -17,7 +17,7 @@ from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.options.adapters import adapter_pair, read_adapters
 from graphengine.options.calibration import read_calibration
-from graphengine.options.checks import INT32_MAX, check_path, is_finite, is_int, shown
+from graphengine.options.checks import INT32_MAX, check_path, is_finite, is_int
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.options.draft_schedule import DraftSchedule
 from graphengine.options.logits_params import LogprobsMode
@@ -225,6 +225,12 @@ class EngineConfig(RankOptions):
         `engine.prefill_cut` of another engine repeats its cut, and so its bits; None: as measured
         for `max_prefill_ms_per_step`, or the largest bucket everywhere""",
         flag=Flag(parse=read_pairs),
+    )
+    prompts_per_prefill: int = option(
+        1,
+        within(1, 64),
+        doc="""prompts whose chunks one prefill replay may take, if they fit its largest bucket""",
+        flag=Flag(metavar="N"),
     )
     block_size: int = option(
         16,
@@ -474,8 +480,7 @@ class EngineConfig(RankOptions):
     wait_limit_s: float = option(
         30.0,
         _POSITIVE,
-        doc="""seconds that a replay may take to publish its results; after that the engine is
-        broken""",
+        doc="seconds that a replay may take to publish its results; then the engine is broken",
     )
     collect_while_waiting: bool = option(
         True,
@@ -496,7 +501,7 @@ class EngineConfig(RankOptions):
         if self.quantize_lm_head and self.quantize is None:
             raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")
         if self.prompt_logprobs_out and not self.prompt_logprobs:
-            raise ValueError("prompt_logprobs_out=True is for an engine with prompt_logprobs=True")
+            raise ValueError("prompt_logprobs_out=True is for one with prompt_logprobs=True")
         if self.prefill_cut is not None:
             self._keep_cut(self.prefill_cut)
         self._check_speculation()
@@ -554,13 +559,8 @@ class EngineConfig(RankOptions):
         object.__setattr__(self, "kv_calibration", prompt)
 
     def _keep_cut(self, given: object) -> None:
-        object.__setattr__(self, "prefill_cut", PrefillCut.read(given).steps)
-        if self.max_prefill_ms_per_step is not None:
-            raise ValueError(
-                f"prefill_cut={shown(self.prefill_cut)} says where prompts are cut, and "
-                f"max_prefill_ms_per_step={self.max_prefill_ms_per_step:g} has that measured: give "
-                f"one of them"
-            )
+        steps = PrefillCut.given(given, self.max_prefill_ms_per_step).steps
+        object.__setattr__(self, "prefill_cut", steps)
 
     def _check_speculation(self) -> None:
         check_speculative(self.speculative)

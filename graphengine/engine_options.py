@@ -138,6 +138,9 @@ class EngineOptions(TypedDict, total=False):
     `max_prefill_ms_per_step`, or the largest bucket everywhere
     """
 
+    prompts_per_prefill: int
+    """prompts whose chunks one prefill replay may take, if they fit its largest bucket"""
+
     block_size: int
     """tokens per KV block, a power of two from 8 to 128"""
 
@@ -317,7 +320,7 @@ class EngineOptions(TypedDict, total=False):
     """
 
     wait_limit_s: float
-    """seconds that a replay may take to publish its results; after that the engine is broken"""
+    """seconds that a replay may take to publish its results; then the engine is broken"""
 
     collect_while_waiting: bool
     """a step that has to wait runs Python's garbage collector first, if a collection is due soon

@@ -45,6 +45,7 @@ class EngineSizes:
     buckets: tuple[int, ...] | None
     lookahead: int | None
     steps_per_launch: int
+    prompts_per_prefill: int
     row_family: RowFamily | None
     speculative: Speculative | str | None
     gate: GateOptions | None
@@ -223,6 +224,11 @@ class EngineSizes:
                 f"steps_per_launch={steps} is for ranks that have the same requests, not for "
                 f"data_parallel={self.data_parallel}: a prompt of one rank would delay all others"
             )
+
+    @property
+    def packed_prompts(self) -> int:
+        """Most prompts of a prefill replay: as many as there are slots for."""
+        return min(self.prompts_per_prefill, self.max_batch)
 
     @property
     def _launches_of_step(self) -> int:

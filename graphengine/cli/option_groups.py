@@ -72,6 +72,7 @@ ENGINE_GROUPS: Groups = {
         "max_prefill_tokens_per_step",
         "max_prefill_ms_per_step",
         "prefill_cut",
+        "prompts_per_prefill",
     ),
     "Memory": (
         "memory_fraction",

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from graphengine.buckets.mailbox import Payloads
-from graphengine.host.deadlines import Deadlines
 from graphengine.host.gate import Gate
 from graphengine.host.scheduling import Scheduling
 from graphengine.host.step_plan import Replay
+from graphengine.host.waiting import Deadlines
 from graphengine.kernels.step.record import (
     EPOCH_MASK,
     EPOCH_SHIFT,

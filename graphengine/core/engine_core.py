@@ -29,7 +29,7 @@ from graphengine.drafters import Drafter, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
 from graphengine.host.scheduling import Scheduling
-from graphengine.host.step_plan import Plan, Replay
+from graphengine.host.step_plan import Plan, Replay, prefill_replay
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.budget.memory_plan import MemoryPlan
@@ -245,7 +245,8 @@ class EngineCore:
         """Implements `Engine.force`."""
         self.check_open()
         ahead = any(
-            request in replay.requests and (replay.chunk is None or replay.chunk.final)
+            request in replay.requests
+            and all(chunk.final for chunk in replay.chunks if chunk.request is request)
             for step in self.in_flight
             for replay in step
         )
@@ -428,13 +429,9 @@ class EngineCore:
         replays: list[Replay] = []
         chunk = plan.prefill
         if chunk is not None:
-            request = chunk.request
-            epochs = (request.job.placed.epoch,)
-            key = chunk_key(chunk, self.memory.prefill_ladder)
-            full = request.job.processing is not None and not chunk.noted
-            with span("prefill", key.size, chunk.count):
-                sequence = self.runtime.launched + 1
-                replays.append(Replay(sequence, (request,), epochs, 1, chunk=chunk, full=full))
+            key = chunk_key(chunk, self.memory.prefill_ladder, plan.packed)
+            with span("prefill", key.size, sum(each.count for each in plan.chunks)):
+                replays.append(prefill_replay(plan, self.runtime.launched + 1))
                 self._run(key, replays[-1:])
             self.runtime.copy_states(states.after)
         if plan.rows:
@@ -461,7 +458,7 @@ class EngineCore:
         """Launch the graph of these replays; `replays[0]` is the first step of several."""
         if self.recorder.recording:
             live = sum(len(replay.requests) for replay in replays)
-            chunks = [replay.chunk for replay in replays if replay.chunk is not None]
+            chunks = [chunk for replay in replays for chunk in replay.chunks]
             fed = sum(chunk.count for chunk in chunks)
             if chunks and chunks[0].noted:
                 # The chunk's lanes are live, but nothing is fed.

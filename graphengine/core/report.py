@@ -269,6 +269,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "rings": [[ring.window, ring.blocks] for ring in memory.rings],
         "lookahead": config.launched_ahead,
         "steps_per_launch": config.steps_per_launch,
+        "prompts_per_prefill": config.packed_prompts,
         "wait": config.wait,
         "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,

@@ -578,6 +578,7 @@ def _numerics_id(
             **bits_of_triton(memory.device.type),
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
+            **({"prefill_lanes": "any"} if held.program.launch.any_lanes else {}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
             **({} if stages == 1 else {"pipeline_parallel": stages}),
             **({"expert_parallel": True} if config.expert_parallel else {}),

@@ -43,9 +43,10 @@ from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.block_pool import BlockPool
+from graphengine.host.chunks import Chunks
 from graphengine.host.reuse import Reuse
 from graphengine.host.rings import WindowRing, WindowRings
-from graphengine.host.step_plan import NOTHING, Changes, Plan, PrefillChunk, count_launch
+from graphengine.host.step_plan import NOTHING, Changes, Plan, count_launch
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.requests.context import Context
@@ -73,6 +74,8 @@ class Scheduler:
     max_waiting       most requests that may wait for a slot; None: no limit
     lookahead         launches that may be made before an earlier one has been read
     steps_per_launch  most decode steps of a launch
+    prompts_per_prefill
+                      most prompts whose chunks a prefill replay takes
     prefix_caching    whether prompts find blocks of earlier prompts by their tokens
     kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
     tokens_after      tokens after a position that its entries in the caches depend on
@@ -106,6 +109,7 @@ class Scheduler:
         max_waiting: int | None = None,
         lookahead: int = 0,
         steps_per_launch: int = 1,
+        prompts_per_prefill: int = 1,
         prefix_caching: bool = False,
         kept_blocks: int | None = None,
         tokens_after: int = 0,
@@ -118,9 +122,6 @@ class Scheduler:
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
         self._ladder = BucketLadder(slots, (slots,)) if ladder is None else ladder
         self.block_size = block_size
-        self._cut = PrefillCut(((0, max_chunk),)) if cut is None else cut
-        # Nothing is computed for tokens that are only noted.
-        self._noted_cut = PrefillCut(((0, max_chunk),))
         self.pool = BlockPool(kv_blocks, first=1, max_idle=kept_blocks)
         self.swap = BlockPool(swap_blocks)
         self.waiting: deque[Request] = deque()
@@ -136,11 +137,20 @@ class Scheduler:
             rings=WindowRings(rings, count=slots, block_size=block_size),
             state_places=state_places,
         )
+        self._chunks = Chunks(
+            cut=cut,
+            largest=max_chunk,
+            reuse=self.reuse,
+            pool=self.pool,
+            block_size=block_size,
+            note_all=note_all,
+            prompts=prompts_per_prefill,
+            counters=self.counters,
+        )
         self.moves: list[tuple[Move, int]] = []
         self.guided = self.followed = 0
         self.lookahead = self._usual_lookahead = lookahead
         self._max_waiting = max_waiting
-        self._note_all = note_all
         self._steps_per_launch = steps_per_launch
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
@@ -274,13 +284,13 @@ class Scheduler:
         if not self._changes.swap_out:
             rows += self._resume()
             self._admit()
-        prefill = self._next_chunk()
-        if not rows and prefill is None:
+        chunks = self._chunks.next(self.active)
+        if not rows and not chunks:
             return None
-        if prefill is not None:
-            self._advance_prefill(prefill)
+        self._changes.tables |= self._chunks.tables_changed
+        self._chunks.tables_changed = False
         rows.sort(key=lambda request: request.job.placed.slot)
-        steps = self._steps_of_launch(rows) if prefill is None else 1
+        steps = 1 if chunks else self._steps_of_launch(rows)
         changes, self._changes = self._changes, Changes()
         same = tuple(rows) == self._last.rows
         plan = Plan(
@@ -291,7 +301,8 @@ class Scheduler:
             width=self._width,
             steps=steps,
             full=self._last.full if same else any(row.job.full for row in rows),
-            prefill=prefill,
+            prefill=chunks[0] if chunks else None,
+            packed=chunks[1:],
             swap_out=tuple(changes.swap_out),
             swap_in=tuple(changes.swap_in),
             rows_changed=not same,
@@ -507,7 +518,7 @@ class Scheduler:
                 blocks=found + self.pool.take(need),
                 ring=ring,
                 prefilled=cached,
-                noted=0 if self._is_noted(job) else cached,
+                noted=0 if self._chunks.is_noted(job) else cached,
             )
             self.reuse.begin(request, reused)
             request.phase = Phase.PREFILL
@@ -536,61 +547,6 @@ class Scheduler:
         jobs = [*(request.job for request in self.active), newcomer]
         needs = [self._greatest_need(job) for job in jobs]
         return sum(needs) <= self.pool.count or sum(needs[1:]) <= self.swap.count
-
-    def _next_chunk(self) -> PrefillChunk | None:
-        for request in self.active:
-            if request.phase is Phase.PREFILL:
-                placement = request.job.placed
-                if not placement.begun:
-                    placement.begun = True
-                    self._look_again(request)
-                    self.reuse.leave(request)
-                noted = placement.noted < request.cached_tokens
-                start = placement.noted if noted else placement.prefilled
-                cut = self._noted_cut if noted else self._cut
-                stop = request.cached_tokens if noted else self.reuse.stop(request.job, start)
-                whole = () if noted else request.job.embeds.images()
-                count = cut.end(start, stop, whole) - start
-                return PrefillChunk(request=request, start=start, count=count, noted=noted)
-        return None
-
-    def _look_again(self, request: Request) -> None:
-        """Share the prompt's blocks that others have prefilled since the request was admitted."""
-        placement = request.job.placed
-        if not (self.reuse.prefixes or request.job.shared) or placement.indexed:
-            return
-        reused = self.reuse.begin_with(request)
-        if reused.tokens > request.cached_tokens:
-            have = request.cached_tokens // self.block_size
-            more = reused.blocks[have:]
-            self.pool.use(more)
-            self.reuse.touch_cached(request, reused)
-            own = placement.blocks[have : have + len(more)]
-            placement.blocks[have : have + len(more)] = more
-            self.pool.give_back(own)
-            if not self._is_noted(request.job):
-                placement.noted = reused.tokens
-            placement.prefilled = reused.tokens
-            self.reuse.begin(request, reused)
-            self._changes.tables = True
-        if self.reuse.prefixes:
-            self.reuse.begun(request)
-
-    def _is_noted(self, job: Job) -> bool:
-        """Whether the prompt tokens that a request skips must be noted on the device."""
-        return self._note_all or job.processing is not None
-
-    def _advance_prefill(self, chunk: PrefillChunk) -> None:
-        placement = chunk.request.job.placed
-        if chunk.noted:
-            placement.noted += chunk.count
-            return
-        placement.prefilled += chunk.count
-        if self.reuse.prefixes or self.reuse.states or chunk.request.job.shared:
-            self.reuse.fed(chunk.request)
-        if chunk.final:
-            placement.least = 1
-            chunk.request.phase = Phase.DECODE
 
 
 def finish(request: Request) -> None:

@@ -39,7 +39,8 @@ class Plan:
     fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
     otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
     same object. `width` is the number of tokens that a decode row feeds. The decode replay runs
-    `steps` steps of these rows; it is 1 where there is a prefill replay.
+    `steps` steps of these rows; it is 1 where there is a prefill replay. The prefill replay feeds
+    `prefill` and the chunks of other prompts that are `packed` with it.
     """
 
     rows: tuple[Request, ...]
@@ -56,6 +57,12 @@ class Plan:
     options_changed: bool
     masks_changed: bool
     steps: int = 1
+    packed: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[PrefillChunk, ...]:
+        """All chunks of the prefill replay, in the order of their lanes."""
+        return () if self.prefill is None else (self.prefill, *self.packed)
 
 
 NOTHING = Plan(
@@ -108,8 +115,9 @@ class Replay(NamedTuple):
     """One step in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
 
     A row emits up to `width` tokens: 1, and one more for each draft that was verified. A prefill
-    fed `chunk`; a decode ran in a bucket of `rows`. A `full` replay may have published
-    log-probabilities. The mailbox is that of `rank`. Its launch runs `later` more steps after it.
+    fed `chunk`, and the chunks `packed` with it, a lane each; a decode ran in a bucket of `rows`. A
+    `full` replay may have published log-probabilities. The mailbox is that of `rank`. Its launch
+    runs `later` more steps after it.
     """
 
     sequence: int
@@ -121,6 +129,12 @@ class Replay(NamedTuple):
     full: bool = False
     rank: int = 0
     later: int = 0
+    packed: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[PrefillChunk, ...]:
+        """The chunks of a prefill, in the order of its lanes."""
+        return () if self.chunk is None else (self.chunk, *self.packed)
 
     def following(self) -> list[Replay]:
         """The later steps of its launch."""
@@ -128,3 +142,13 @@ class Replay(NamedTuple):
             self._replace(sequence=self.sequence + step, later=self.later - step)
             for step in range(1, 1 + self.later)
         ]
+
+
+def prefill_replay(plan: Plan, sequence: int) -> Replay:
+    """The prefill replay of a plan that has one."""
+    chunk = plan.prefill
+    assert chunk is not None, "a plan without a prefill"
+    requests = tuple(each.request for each in plan.chunks)
+    epochs = tuple(request.job.placed.epoch for request in requests)
+    full = chunk.request.job.processing is not None and not chunk.noted
+    return Replay(sequence, requests, epochs, 1, chunk=chunk, full=full, packed=plan.packed)

@@ -75,7 +75,7 @@ class LayerSpan(NamedTuple):
 class PrefillEnd(NamedTuple):
     """What `Model.prefill` leaves of a chunk of T lanes.
 
-    last    what `prefill_logits` needs of the chunk's last lane; only the model reads it
+    last    what `prefill_logits` needs of the chunks' last lanes; only the model reads it
     hidden  the stream after the final norm `[T, H]` in the model's dtype, where it was asked for
     stream  float32 `[T, H]`: the stream itself, where there is `hidden`
     """
@@ -378,20 +378,20 @@ class Model(Protocol):
     def prefill_logits(
         self,
         end: PrefillEnd,
-        slot_1: Tensor,
+        slot_P: Tensor,
         *,
         head: AnyWeight,
         bias: Tensor | None = None,
         hidden: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
+        """Logits of the chunks' last lanes, float32 `[P, V]`; the lanes are of slots `slot_P`.
 
         `end` is used up.
 
         head    `lm_head`, or some of its rows
         bias    `head_bias`, or its values for those rows
-        hidden  `[1, H]` in the model's dtype: receives the lane after the final norm; None: nobody
-                reads it
+        hidden  `[P, H]` in the model's dtype: receives the lanes after the final norm; None: nobody
+                reads them
         """
         ...

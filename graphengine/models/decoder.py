@@ -496,42 +496,42 @@ class DecoderModel:
     def prefill_logits(
         self,
         end: PrefillEnd,
-        slot_1: Tensor,
+        slot_P: Tensor,
         *,
         head: AnyWeight,
         bias: Tensor | None = None,
         hidden: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
+        """Logits of the chunks' last lanes, float32 `[P, V]`; the lanes are of slots `slot_P`.
 
         `end` is used up.
 
         head    `lm_head`, or some of its rows
         bias    `head_bias`, or its values for those rows
-        hidden  `[1, H]`: receives the lane after the final norm; None: nobody reads it
+        hidden  `[P, H]`: receives the lanes after the final norm; None: nobody reads them
         """
         weights, (last, *rest) = self.weights, self.steps[self._last_kept :]
-        x_1H = end.last[0]
+        x_PH = end.last[0]
         layers = weights.layers[last.layer :]
-        scratch = prefill_scratch(layers, 1, like=weights.embedding, launch=launch)
-        aside = self._prefilled_aside(last, x_1H, slot_1, pdl=launch.pdl)
+        scratch = prefill_scratch(layers, len(slot_P), like=weights.embedding, launch=launch)
+        aside = self._prefilled_aside(last, x_PH, slot_P, pdl=launch.pdl)
         if isinstance(last.block, AttendingWeights):
-            last.block.add_output(end.last[1], x_1H, last.next_norm, slot_1, scratch)
+            last.block.add_output(end.last[1], x_PH, last.next_norm, slot_P, scratch)
         else:
             assert isinstance(last.next_norm, Tensor), "no norm follows recurrent blocks"
             eps = self.config.norm_eps
-            rms_norm(x_1H, last.next_norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
+            rms_norm(x_PH, last.next_norm, slot_P, eps=eps, out_dtype=self.dtype, out=scratch.h)
         if aside is not None:
             scratch.h.copy_(aside)
         for step in rest:
             memory: Memory = None
             if isinstance(step.block, LayerInputWeights):
                 memory = input_of(step, end.last[-1])
-            prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch, memory)
+            prefill_feed_forward(step.block, step.next_norm, x_PH, slot_P, scratch, memory)
         if hidden is not None:
             hidden.copy_(scratch.h)
-        call = LinearCall(scratch.h, head, slot_1, bias=bias, launch=launch)
+        call = LinearCall(scratch.h, head, slot_P, bias=bias, launch=launch)
         return linear(call, StoreLogits(cap=self.config.logits_cap))
 
 

@@ -264,7 +264,7 @@ def prefill_scratch(
     return PrefillScratch(
         lanes,
         hidden,
-        max(weights_width(block, lanes) for block in blocks),
+        max(weights_width(block, None if launch.any_lanes else lanes) for block in blocks),
         like=like,
         launch=launch,
         coded=0 if launch.activations is None else _coded_columns(blocks, launch.activations),

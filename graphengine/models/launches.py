@@ -178,6 +178,8 @@ class PrefillLaunch(Launch):
     rope_rows    the rows of RoPE's tables by which lanes rotate; None: those of their positions
     deepstack    rows of each level that are added to lanes without a token, after the first layers
     adapters     what adapters add to the chunk's products; None: there are no adapters
+    any_lanes    whether no bit of a lane may depend on the number of lanes, so that chunks of
+                 several prompts may be fed together: not the BLAS multiplies
     """
 
     reduce: Reduce | None = None
@@ -190,6 +192,7 @@ class PrefillLaunch(Launch):
     rope_rows: RopeRows | None = None
     deepstack: tuple[GivenRows, ...] = ()
     adapters: LaneAdapters | None = None
+    any_lanes: bool = False
 
 
 ONE_RANK = PrefillLaunch()
@@ -211,6 +214,7 @@ class DecodeLaunch(Launch):
     lanes. `routes` belong to one decode step: chunks have their own. `rope_shift` is what each slot
     adds to a position to find its row of RoPE's tables, int32 [S]; None: positions are rows.
     `adapters` add to the products of the weights that they change; None: there are no adapters.
+    `any_lanes` is for prefill, as in decode no bit depends on the number of lanes.
     """
 
     plans: LinearPlans
@@ -226,6 +230,7 @@ class DecodeLaunch(Launch):
     routes: StepRoutes | None = None
     rope_shift: Tensor | None = None
     adapters: LaneAdapters | None = None
+    any_lanes: bool = False
 
     def plan(self, name: str, weight: AnyWeight | PackedExperts) -> LinearPlan:
         """The plan of a linear, by its name and by how its weight is stored."""
@@ -264,6 +269,7 @@ class DecodeLaunch(Launch):
             experts=self.experts,
             activations=self.activations,
             adapters=self.adapters,
+            any_lanes=self.any_lanes,
         )
 
 

@@ -113,8 +113,8 @@ def states_of(block: Block) -> LayerStates:
             return ()
 
 
-def weights_width(block: BlockWeights, lanes: int) -> int:
-    """Values of a lane in `PrefillScratch`, in a chunk of this many lanes."""
+def weights_width(block: BlockWeights, lanes: int | None) -> int:
+    """Values of a lane in `PrefillScratch`, in a chunk of this many lanes; None: of any."""
     if isinstance(block, SwigluWeights):
         return block.chunk_width(lanes)
     return block.block.prefill_width

@@ -196,6 +196,7 @@ def _new_setting(
         share=WHOLE if group is None else group.share,
         experts=experts,
         activations=memory.activations,
+        any_lanes=config.prompts_per_prefill > 1,
     )
     return DraftSetting(model, buffers, launch, group, most_split)
 

@@ -14,7 +14,11 @@ from graphengine.kernels.core.paged import FP8_KV
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.inventory import prefill_ladder, state_places
-from graphengine.opening.requirements import check_requirements, recorded_experts
+from graphengine.opening.requirements import (
+    check_packing,
+    check_requirements,
+    recorded_experts,
+)
 from graphengine.options.prefill_cut import PrefillCut
 
 
@@ -64,6 +68,7 @@ class EngineShape:
         if config.prefill_cut is not None:
             _check_cut(config, chunks, max_seq_len)
         weights = model.allocate(device="meta", dtype=dtype)
+        check_packing(model, config, weights.routed, device, dtype)
         return cls(
             model=model,
             config=config,

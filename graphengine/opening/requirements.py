@@ -61,6 +61,63 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
         )
 
 
+def check_packing(
+    model: ModelConfig,
+    config: EngineConfig,
+    routed: RoutedExperts | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """ValueError where one prefill replay cannot take chunks of several prompts.
+
+    In such an engine no bit of a lane depends on the number of lanes of a chunk, for which not all
+    kernels of prefill are made.
+    """
+    if config.prompts_per_prefill == 1:
+        return
+    asked = f"prompts_per_prefill={config.prompts_per_prefill}"
+    refused = {
+        "speculative": config.mode,
+        "tensor_parallel": config.tensor_parallel > 1,
+        "pipeline_parallel": config.pipeline_parallel > 1,
+        "data_parallel": config.data_parallel > 1,
+        "max_adapters": config.adapter_slots,
+        "prompt_embeds": config.prompt_embeds,
+        "quantize": config.quantize,
+        "activations": config.activations,
+    }
+    for name, given in refused.items():
+        if given:
+            value = getattr(config, name)
+            raise ValueError(f"{asked} is for engines without {name}={value!r:.99}")
+    latents = [state for state in paged_states(model.states) if not state.kv_heads]
+    packed = [name for name, linear in model.linears.items() if linear.weight is not None]
+    has = {
+        "recurrent layers": recurrent_states(model.states),
+        "layers that keep latents": latents,
+        "experts": routed,
+        f"quantised weights ({some(packed)})": packed,
+        "frames of codes": model.inner,
+    }
+    for what, there in has.items():
+        if there:
+            raise ValueError(f"{asked}: a {model.architecture} has {what}, and feeds one prompt")
+    gpu = device_of(device)
+    if gpu is None:
+        return
+    if not gpu.has_wgmma or dtype == torch.float32:
+        raise ValueError(
+            f"{asked} needs a GPU of compute capability 9.0 and 16 bits: {device} has "
+            f"{'.'.join(map(str, gpu.capability))}, and dtype={dtype}"
+        )
+    for name, linear in model.linears.items():
+        if linear.kind != "sample" and (linear.rows % 8 or linear.columns % 8):
+            raise ValueError(
+                f"{asked}: {name} has {linear.rows} rows and {linear.columns} columns, and a GPU "
+                f"takes multiples of 8"
+            )
+
+
 def check_frames(model: ModelConfig, config: EngineConfig) -> None:
     """ValueError for options that an engine whose steps emit frames does not have."""
     inner = model.inner

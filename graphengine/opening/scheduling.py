@@ -38,6 +38,7 @@ def new_scheduler(
         max_waiting=config.max_waiting,
         lookahead=config.launched_ahead,
         steps_per_launch=config.steps_per_launch,
+        prompts_per_prefill=config.packed_prompts,
         prefix_caching=config.prefix_caching,
         kept_blocks=0 if nothing else config.session_blocks,
         tokens_after=needs.tokens_after,

@@ -87,6 +87,17 @@ class PrefillCut:
                 )
         return cls(tuple((int(position), int(tokens)) for position, tokens in pairs))
 
+    @classmethod
+    def given(cls, value: object, bound_ms: float | None) -> Self:
+        """Read the cut that a config names. ValueError for a bound on a step's time besides."""
+        cut = cls.read(value)
+        if bound_ms is not None:
+            raise ValueError(
+                f"prefill_cut={shown(cut.steps)} says where prompts are cut, and "
+                f"max_prefill_ms_per_step={bound_ms:g} has that measured: give one of them"
+            )
+        return cut
+
     def tokens(self, start: int) -> int:
         """Most tokens of a chunk that begins at `start`."""
         return self.steps[bisect_right(self.steps, start, key=lambda step: step[0]) - 1][1]

@@ -26,11 +26,12 @@ class EarlyStage(StepProgram):
 
     def prefill(self, tokens: int, kind: PrefillKind = "fast") -> StepOutputs:
         """Feed one request's prompt chunk of at most `tokens`."""
-        chunk = self._enter_chunk(tokens)
+        fed = self._chunks_of(kind)
+        chunk = self._enter_chunk(tokens, fed)
         end = self.model.prefill(
             chunk,
             self.states,
-            self._prefill_attention(chunk),
+            self._prefill_attention(chunk, fed),
             all_lanes=True,
             stream=self.flow.arrive_chunk(chunk),
             launch=replace(self.launch.prefill, rope_rows=self._rows_of(chunk)),
@@ -41,9 +42,9 @@ class EarlyStage(StepProgram):
 
     def note(self, tokens: int) -> None:
         """Take in a part of a prompt whose KV already exists: nothing here reads its tokens."""
-        self._enter_chunk(tokens)
+        self._enter_chunk(tokens, self._chunks_of("full"))
         self._finish()
 
     def _finish(self) -> StepOutputs:
-        nothing = self._publish_nothing()
+        nothing = self._publish_nothing(self._chunks_of("full").slot)
         return StepOutputs(None, nothing, torch.zeros_like(nothing))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ def field_table(
     host_drafts: bool = False,
     prompt_logprobs: bool = False,
     record_routing: bool = False,
+    prompts: int = 1,
 ) -> list[Field]:
     """Every tensor a replay can see, except the weights, the KV cache and what a drafter adds.
 
@@ -56,6 +58,7 @@ def field_table(
     host_drafts      whether the host writes them, rather than a drafter on the device
     prompt_logprobs  whether requests may ask for log-probabilities of their prompts
     record_routing   whether requests may replay records of experts
+    prompts          P, most prompts whose chunks a prefill feeds
     """
     int32, int64 = torch.int32, torch.int64
 
@@ -65,7 +68,7 @@ def field_table(
     def device(name: str, *shape: int, dtype: torch.dtype, meaning: str) -> Field:
         return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
 
-    S = slots
+    S, P = slots, prompts
     optional: list[Field] = []
     if prompt_logprobs or drafts:
         meaning = "prompt token after the chunk"
@@ -98,11 +101,11 @@ def field_table(
         host("stop_ids", S, stop_ids, dtype=int32, pad=-1, meaning="ids that end the request"),
         host("min_len", S, dtype=int32, pad=0, meaning="no stop id at a position below it"),
         host("max_len", S, dtype=int32, pad=0, meaning="prompt plus new tokens at most"),
-        host("prefill_tokens", prefill_tokens, dtype=int32, pad=0, meaning="prompt chunk"),
-        host("prefill_slot", 1, dtype=int32, pad=-1, meaning="slot of the chunk"),
-        host("prefill_start", 1, dtype=int32, pad=0, meaning="position of its first token"),
-        host("prefill_count", 1, dtype=int32, pad=0, meaning="live tokens of the chunk"),
-        host("prefill_final", 1, dtype=int32, pad=0, meaning="1: sample the first new token"),
+        host("prefill_tokens", prefill_tokens, dtype=int32, pad=0, meaning="prompt chunks"),
+        host("prefill_slot", P, dtype=int32, pad=-1, meaning="slot of each chunk"),
+        host("prefill_start", P, dtype=int32, pad=0, meaning="position of its first token"),
+        host("prefill_count", P, dtype=int32, pad=0, meaning="live tokens of the chunk"),
+        host("prefill_final", P, dtype=int32, pad=0, meaning="1: sample the first new token"),
         host("swap_pairs", swap_pairs, 2, dtype=int32, pad=-1, meaning="blocks (from, to) to copy"),
         device("next_token", S, dtype=int32, meaning="token that the next step feeds"),
         device("kv_len", S, dtype=int32, meaning="tokens whose K and V are committed"),
@@ -160,6 +163,7 @@ def engine_fields(
         host_drafts=drafter.needs.host_drafts,
         prompt_logprobs=config.prompt_logprobs,
         record_routing=config.record_routing,
+        prompts=config.packed_prompts,
     )
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
@@ -344,6 +348,8 @@ def host_updates(
             )
     if plan.prefill is not None:
         updates |= chunk_updates(plan.prefill, speculative=speculative)
+        if plan.packed:
+            updates |= packed_updates(plan.chunks)
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
     return updates
@@ -374,6 +380,12 @@ def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str
     if request.job.embeds and not chunk.noted:
         updates |= _embeds_update(request.job.embeds, chunk.start, end + 1)
     return updates
+
+
+def packed_updates(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
+    """The fields of a prefill of several prompts, whose tokens follow each other."""
+    of_chunks = [chunk_updates(chunk) for chunk in chunks]
+    return {name: list(chain(*(each[name] for each in of_chunks))) for name in of_chunks[0]}
 
 
 def _device_tokens(request: Request, first: int, stop: int) -> Sequence[int]:

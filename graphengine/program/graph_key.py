@@ -5,6 +5,7 @@ A key is data. Its name is for people (reports, files, counters); nothing parses
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from graphengine.buckets import BucketLadder
@@ -87,8 +88,11 @@ def _prefill_kind(request: Request) -> PrefillKind:
     return "full" if request.prompt_logprobs is None else "prompt"
 
 
-def chunk_key(chunk: PrefillChunk, ladder: BucketLadder) -> GraphKey:
-    """The graph for a chunk, among the captured token buckets."""
+def chunk_key(
+    chunk: PrefillChunk, ladder: BucketLadder, packed: Sequence[PrefillChunk] = ()
+) -> GraphKey:
+    """The graph for a chunk and those packed with it, among the captured token buckets."""
     if chunk.noted:
         return note_key(ladder.sizes[-1])
-    return prefill_key(ladder.pick(chunk.count), _prefill_kind(chunk.request))
+    tokens = chunk.count + sum(other.count for other in packed)
+    return prefill_key(ladder.pick(tokens), _prefill_kind(chunk.request))

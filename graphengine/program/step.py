@@ -65,6 +65,17 @@ from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
 from graphengine.program.stages import StepFlow
 
+CHUNK_FIELDS = ("prefill_slot", "prefill_start", "prefill_count", "prefill_final")
+
+
+class FedChunks(NamedTuple):
+    """The host's fields of the chunks of P prompts, int32 [P] each; slot -1 for none."""
+
+    slot: Tensor
+    start: Tensor
+    counts: Tensor
+    final: Tensor
+
 
 class StepOutputs(NamedTuple):
     """What a step computed before it published; valid until the next step of the same pool.
@@ -269,16 +280,18 @@ class StepProgram:
         return processed, best, health
 
     def prefill(self, tokens: int, kind: PrefillKind = "fast") -> StepOutputs:
-        """Feed one request's prompt chunk of at most `tokens`; the final one samples its token."""
+        """Feed prompt chunks of at most `tokens` in all; each final one samples its token.
+
+        The fast kind feeds chunks of `prompts` requests, the others one.
+        """
         buffers = self.buffers
-        slot, start = buffers["prefill_slot"], buffers["prefill_start"]
-        count, final = buffers["prefill_count"], buffers["prefill_final"]
-        chunk = self._enter_chunk(tokens)
-        attention = self._prefill_attention(chunk)
+        slot, start, count, final = fed = self._chunks_of(kind)
+        chunk = self._enter_chunk(tokens, fed)
+        attention = self._prefill_attention(chunk, fed)
         drafter = self.drafter
         last = self._last_hidden()
         seen = self._images(attention, chunk)
-        logits, hidden, routes = self._prefill_model(chunk, seen, kind, last)
+        logits, hidden, routes = self._prefill_model(chunk, slot, seen, kind, last)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":
@@ -334,12 +347,13 @@ class StepProgram:
     def _prefill_model(
         self,
         chunk: PrefillLanes,
+        slot: Tensor,
         attention: Callable[..., Tensor],
         kind: PrefillKind,
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, StepRoutes | None]:
-        """Logits of the chunk's last lane; hidden states and experts of all lanes, if asked for.
-        `output` receives the last lane after the final norm.
+        """Logits of each chunk's last lane; hidden states and experts of all lanes, if asked for.
+        `output` receives the last lane after the final norm. `slot` has the chunks' slots.
 
         The last layer's experts come from the pass that computes all lanes, except the last lane's:
         these come from the pass that computes its logits.
@@ -362,7 +376,6 @@ class StepProgram:
             launch=replace(launch, routes=routes),
         )
         end = model_runner(alike=routes is None)(layers, (chunk, self.states, attention))
-        slot = self.buffers["prefill_slot"]
         vocabulary, launch = self.vocabulary, replace(launch, routes=last)
         head, bias = vocabulary.head, vocabulary.bias
         logits = self.model.prefill_logits(
@@ -384,29 +397,29 @@ class StepProgram:
         for penalties, the drafter, relaxed acceptance. Nothing is sampled, and the prefill that
         follows sets `kv_len`.
         """
-        chunk = self._enter_chunk(tokens)
+        fed = self._chunks_of("full")
+        chunk = self._enter_chunk(tokens, fed)
         self.logits_step.note_prompt(chunk)
-        nothing = self._publish_nothing()
-        attention = self._prefill_attention(chunk)
+        nothing = self._publish_nothing(fed.slot)
+        attention = self._prefill_attention(chunk, fed)
         noted = Prefilled(chunk, None, None, nothing, nothing, attention)
         if self.relaxation is not None:
             self.relaxation.follow_prompt(noted)
         self.drafter.note(noted)
 
-    def _enter_chunk(self, tokens: int) -> PrefillLanes:
+    def _chunks_of(self, kind: PrefillKind) -> FedChunks:
+        """The fields of the chunks that a prefill of this kind feeds."""
+        fields = FedChunks(*(self.buffers[name] for name in CHUNK_FIELDS))
+        return fields if kind == "fast" else FedChunks(*(field[:1] for field in fields))
+
+    def _enter_chunk(self, tokens: int, fed: FedChunks) -> PrefillLanes:
         """The lanes that a prefill feeds, once commands are applied."""
         buffers = self.buffers
         apply_commands(self.state, buffers["command_epoch"])
-        return gather_prefill(
-            buffers["prefill_tokens"][:tokens],
-            buffers["prefill_slot"],
-            buffers["prefill_start"],
-            buffers["prefill_count"],
-        )
+        return gather_prefill(buffers["prefill_tokens"][:tokens], fed.slot, fed.start, fed.counts)
 
-    def _publish_nothing(self) -> Tensor:
+    def _publish_nothing(self, slot: Tensor) -> Tensor:
         """Publish a replay that emits no token; returns the zero that stands for none."""
-        slot = self.buffers["prefill_slot"]
         nothing = torch.zeros_like(slot)
         publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
         return nothing
@@ -422,15 +435,19 @@ class StepProgram:
             return seen
         return partial(_attend_by_window, attention, seen)
 
-    def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
-        """A chunk's causal attention."""
+    def _prefill_attention(self, chunk: PrefillLanes, fed: FedChunks) -> Callable[..., Tensor]:
+        """The causal attention of chunks."""
+        launch = self.launch
+        if launch.any_lanes:
+            # Split keys would make a token's bits depend on the number of lanes.
+            launch = replace(launch, arrivals=None)
         return partial(
             paged_prefill_attention,
             block_table_SB=self.buffers["block_table"],
             query_start_P1=chunk.query_start,
-            slot_P=self.buffers["prefill_slot"],
-            position_P=self.buffers["prefill_start"],
-            launch=self.launch,
+            slot_P=fed.slot,
+            position_P=fed.start,
+            launch=launch,
         )
 
 

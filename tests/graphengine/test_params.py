@@ -311,6 +311,7 @@ def test_engine_defaults() -> None:
         "window_rings": True,
         "lookahead": None,
         "steps_per_launch": 1,
+        "prompts_per_prefill": 1,
         "grammar_pool_mib": 0,
         "memory_fraction": 0.9,
         "releasable": False,

@@ -59,6 +59,7 @@ def info(options: argparse.Namespace) -> None:
         "row_family": config.family,
         "lookahead": config.launched_ahead,
         "steps_per_launch": config.steps_per_launch,
+        "prompts_per_prefill": config.packed_prompts,
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),

@@ -28,6 +28,7 @@ from graphengine.kernels.linear.prefill.lane_codes import (
     new_lane_codes,
     quantise_lanes,
 )
+from graphengine.kernels.linear.prefill.linear_chunk import linear_chunk
 from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_product
 from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
 from graphengine.kernels.linear.residual import Product, Residual, StreamCopy, sums_of_squares
@@ -267,6 +268,7 @@ class PrefillScratch:
             activations=self.launch.activations,
             codes=self._codes,
             delta=self.delta(x, weight) if swiglu else None,
+            any_lanes=self.launch.any_lanes,
         )
         if adapters is not None and not swiglu:
             adapters.add_to_chunk(out, x, weight, pdl=pdl)
@@ -301,6 +303,7 @@ def chunk_product(
     activations: ActivationKind | None = None,
     codes: Tensor | None = None,
     delta: Tensor | None = None,
+    any_lanes: bool = False,
 ) -> Tensor:
     """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed.
 
@@ -309,6 +312,7 @@ def chunk_product(
     activations  what x is rounded to, if the weight takes that
     codes        uint8, of `code_bytes` or more: memory for the rounded x; None: new memory
     delta        for a packed weight: `[N, M]`, added to the product before its activation
+    any_lanes    for a weight that is not packed: the bits do not depend on the number of lanes
     """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
@@ -327,6 +331,8 @@ def chunk_product(
             delta=delta,
         )
     assert not swiglu and delta is None, f"{swiglu=} of a weight that is not packed"
+    if any_lanes:
+        return linear_chunk(x, weight, bias, out=out, pdl=pdl)
     x, weight = whole_pieces(x, weight)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)

@@ -143,14 +143,16 @@ class SwigluWeights:
         """Every weight tensor."""
         return tensors_of(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
-    def is_fused(self, lanes: int) -> bool:
-        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel."""
+    def is_fused(self, lanes: int | None) -> bool:
+        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel; None: chunks of
+        all numbers of lanes alike.
+        """
         if not isinstance(self.gate_up, Tensor):
             return True
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
-    def chunk_width(self, lanes: int) -> int:
-        """Values of a lane in `PrefillScratch`, in a chunk of this many lanes."""
+    def chunk_width(self, lanes: int | None) -> int:
+        """Values of a lane in `PrefillScratch`, in a chunk of as many lanes as for `is_fused`."""
         return self.block.ffn_size if self.is_fused(lanes) else self.block.prefill_width
 
     def decode(
@@ -225,7 +227,7 @@ class SwigluWeights:
             return scratch.product(
                 h, self.gate_up, self.gate_up_bias, out=gated, swiglu=True, activation=activation
             )
-        if self.is_fused(len(h)):
+        if self.is_fused(None if scratch.launch.any_lanes else len(h)):
             gated = scratch.take(ffn, after=after)
             delta = scratch.delta(h, self.gate_up)
             return linear_swiglu(

@@ -60,7 +60,8 @@ def tile_outputs(lanes: int, outputs: int, processors: int) -> int:
 
     def speed(width: int) -> float:
         tiles = triton.cdiv(lanes, LANES) * triton.cdiv(outputs, width)
-        return _SPEEDS[width] * tiles / (triton.cdiv(tiles, processors) * processors)
+        busy: float = tiles / (triton.cdiv(tiles, processors) * processors)
+        return _SPEEDS[width] * busy
 
     return max(_STAGES, key=speed)
 

@@ -69,15 +69,17 @@ class _DeltaArgs(NamedTuple):
     lanes: int
 
 
-def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
-    """Whether `linear_swiglu` can serve this many lanes, and faster than BLAS and `swiglu`.
+def fuses_swiglu(weight_MK: torch.Tensor, lanes: int | None) -> bool:
+    """Whether `linear_swiglu` can serve this many lanes, and faster than BLAS and `swiglu`; None:
+    whether it can.
 
     It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
     that keep the multiprocessors busy: the BLAS has tiles of more shapes.
     """
     if not use_wgmma(weight_MK) or not _can_be_fused(weight_MK):
         return False
-    return tile_outputs(lanes, weight_MK.shape[0] // 2, processors_of(weight_MK)) is not None
+    outputs = weight_MK.shape[0] // 2
+    return lanes is None or tile_outputs(lanes, outputs, processors_of(weight_MK)) is not None
 
 
 def _can_be_fused(weight_MK: torch.Tensor) -> bool:

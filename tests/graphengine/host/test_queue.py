@@ -26,8 +26,8 @@ from engines.small_engine import (
 )
 from extent import extent
 from graphengine import Engine, QueueFull, Request, SamplingParams
-from graphengine.host.deadlines import Deadlines
 from graphengine.host.scheduler import Scheduler
+from graphengine.host.waiting import Deadlines
 from graphengine.requests.job import Job
 from graphengine.requests.request import Phase
 

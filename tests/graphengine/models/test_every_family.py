@@ -17,6 +17,7 @@ from checkpoints.family_models import MODELS
 from engines.family_replies import (
     Family,
     assert_drafted,
+    assert_packed,
     assert_paused,
     assert_session,
     assert_whole_and_in_chunks,
@@ -65,7 +66,7 @@ def test_every_architecture_has_a_model() -> None:
 def test_tokens_are_those_of_transformers(
     architecture: str, index: int, seed: int, tmp_path: Path, accepted: list[int]
 ) -> None:
-    """Prompts whole, in chunks, paused, with drafts, and in a session."""
+    """Prompts whole, in chunks, paused, with drafts, packed, and in a session."""
     path = tmp_path / f"{architecture}-{index}-{seed}"
     model = MODELS[architecture][index].write(path, seed)
     family = Family(model, path, seed, allowed=allowed_ids(architecture))
@@ -74,6 +75,9 @@ def test_tokens_are_those_of_transformers(
     assert_whole_and_in_chunks(family, prompts, TOKENS, longest)
     assert_paused(family, prompts[::-1], LENGTHS[::-1], TOKENS)
     assert_drafted(family, prompts, TOKENS)
+    if family.allowed is None:
+        # Where ids are restricted each prompt has a replay of its own.
+        assert_packed(family, prompts, TOKENS)
     assert_session(family, (prompts[2], prompts[1], prompts[0]), 60, TOKENS)
     assert_session(
         family, (prompts[1], prompts[0], prompts[2]), 14, TOKENS, window_rings=False, **family.rows

@@ -51,6 +51,8 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adapters of one row": ("llama-1b", {"max_adapters": 2, "max_batch": 1, "buckets": (1,)}),
     "adapters and drafts": ("tiny", {"max_adapters": 2, "speculative": NGram(k=3)}),
     "pictures": ("Qwen2VLForConditionalGeneration", {"prompt_embeds": True}),
+    "packed prompts": ("llama-1b", {"prompts_per_prefill": 3}),
+    "packed prompts of GELUs": ("tiny-gemma", {"prompts_per_prefill": 3}),
     "several steps": (DEMO, {"steps_per_launch": 3}),
     "several steps of one row": (DEMO, {"steps_per_launch": 2, "max_batch": 1, "buckets": (1,)}),
     "several steps with drafts": (DEMO, {"steps_per_launch": 2, "speculative": MTP(k=3)}),

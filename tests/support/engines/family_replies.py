@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,10 @@ from launches.rounding_bounds import assert_best, in_float64, room_of
 
 MAX_SEQ_LEN = 400
 BLOCK = 8
+
+REFUSED_PACKING = re.compile(
+    "has (recurrent layers|layers that keep latents|experts), and feeds one prompt"
+)
 
 Wanted = Callable[[Result], torch.Tensor]
 """transformers' logits for each token of a reply, float64 [n, V]."""
@@ -187,6 +192,20 @@ def assert_drafted(family: Family, prompts: Sequence[Any], tokens: int) -> None:
         accepted, proposed = engine.acceptance.accepted, engine.acceptance.proposed
     family.seen.accepted += accepted
     family.seen.proposed += proposed
+
+
+def assert_packed(family: Family, prompts: Sequence[Any], tokens: int) -> None:
+    """Chunks of several prompts in one prefill, where the engine takes them."""
+    options = {"prefill_buckets": (16, 64), "prompts_per_prefill": 4}
+    try:
+        engine = family.open(**options)
+    except ValueError as error:
+        assert REFUSED_PACKING.search(str(error)), error
+        return
+    with engine:
+        family.check(_submitted(family, engine, prompts, tokens))
+        packed = engine.counters["packed_chunks"]
+    assert packed >= 1, f"{packed} of the chunks of {[len(prompt) for prompt in prompts]}"
 
 
 def assert_session(

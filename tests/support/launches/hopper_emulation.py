@@ -139,7 +139,7 @@ class _Barrier:
 
 
 class _Product(NamedTuple):
-    """A `wgmma` that was begun by the threads `group`; `left` is a descriptor, or was in registers."""
+    """A `wgmma` begun by the threads `group`; `left` is a descriptor, or was in registers."""
 
     group: Array
     sums: list[str]

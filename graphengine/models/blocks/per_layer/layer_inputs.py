@@ -118,7 +118,10 @@ class LayerInputsWeights:
             product = linear(launch.call(LINEAR, x, self.projection, slot), STORE)
         else:
             product = x.new_empty(len(x), self.projection.shape[0])
-            chunk_product(x, self.projection, None, out=product, pdl=launch.pdl)
+            any_lanes = launch.any_lanes
+            chunk_product(
+                x, self.projection, None, out=product, pdl=launch.pdl, any_lanes=any_lanes
+            )
         table_scale = torch.tensor(config.size**0.5, dtype=self.table.dtype).item()
         return layer_inputs(
             product,
