@@ -23,6 +23,7 @@ from graphengine.speculative import (
     Speculative,
     UserProvided,
 )
+from launches.compilation import graph_kernels
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -279,6 +280,21 @@ def test_some_drafters_keep_their_drafts(mode: Speculative | None) -> None:
     assert not EngineConfig(device="cpu", max_batch=1, speculative=mode, **POOL).jumps
     assert not EngineConfig(device="cpu", speculative=NGram(k=3)).jumps
     assert EngineConfig(device="cpu", speculative=NGram(k=3), **POOL).jumps
+
+
+def test_one_launch_of_the_full_graphs_drafts_forced_text() -> None:
+    """And none of others, nor of engines without a pool, or with trees."""
+    cases: list[tuple[Speculative, dict[str, int], bool]] = [
+        (JumpForward(k=2), POOL, True),
+        (NGram(k=2), POOL, True),
+        (NGram(k=2), {}, False),
+        (MTP(tree=TREE), POOL, False),
+    ]
+    for mode, options, jumps in cases:
+        with open_speculating(mode, device="cpu", **options) as engine:
+            for name, kernels in graph_kernels(engine).items():
+                count = sum(kernel.name == "_draft_forced_kernel" for kernel in kernels)
+                assert count == (jumps and name.endswith("full")), (name, mode)
 
 
 def test_a_callers_drafts_are_not_counted(device: str) -> None:

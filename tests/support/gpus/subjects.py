@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphengine import Engine
+from graphengine.options.jump_forward import JumpForward
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP, NGram, Suffix
@@ -52,6 +53,11 @@ SUBJECTS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen3.5-4b": ("qwen3.5-4b", DELTA, ROWS),
     "demo, a tree": (DEMO, {}, {**ROWS, "speculative": MTP(tree=[[0], [1], [0, 0]])}),
     "demo, n-grams": (DEMO, {}, {**ROWS, "speculative": NGram(k=3)}),
+    "demo, forced text": (
+        DEMO,
+        {},
+        {**ROWS, "speculative": JumpForward(k=3), "grammar_pool_mib": 1},
+    ),
     "demo, suffixes": (DEMO, {}, {**ROWS, "speculative": Suffix(k=3)}),
 }
 """By a name: the shape, what its config has instead, and the engine's options."""
