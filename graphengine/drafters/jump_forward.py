@@ -19,7 +19,8 @@ class JumpForwardDrafter(Drafter):
     """`JumpForward(k)`."""
 
     def __init__(self, length: int) -> None:
-        self.needs = DraftNeeds(length=length, guided=True)
+        # Where nothing is forced there are no drafts: a gate learns from these steps, too.
+        self.needs = DraftNeeds(length=length, guided=True, withholds=True)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._draft_tokens = setting.buffers["draft_tokens"]
