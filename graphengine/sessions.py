@@ -40,12 +40,14 @@ from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.snapshots import SessionSnapshot, copy_out
 from graphengine.host.reuse import Reuse
+from graphengine.models.inner.given_frames import embed_frames
 from graphengine.options.checks import is_int
 from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,
     Embeds,
     PromptTokens,
+    Run,
 )
 from graphengine.prompts import Prompt, token_ids_of
 from graphengine.requests.context import Context
@@ -101,7 +103,7 @@ class Session:
 
         A reply is included as in `Result.token_ids`, with the token that stopped it: after an
         end-of-sequence token a chat template continues with the next message. A token that a stop
-        string ends in the middle is included, too. -1 stands for an embedding.
+        string ends in the middle is included, too. -1 stands for an embedding, or a frame of codes.
         """
         self._settle()
         return tuple(self._tokens)
@@ -223,7 +225,8 @@ class Session:
 
         Once it has finished by "stop" or "length", the session includes its tokens. A turn that was
         cancelled, missed its deadline or failed leaves the session as it was: to cut a reply short
-        and keep its tokens, end it through `Engine.stop_callback`. ValueError for an empty session.
+        and keep its tokens, call `interrupt`, or end it through `Engine.stop_callback`. ValueError
+        for an empty session.
         """
         submitted = time.perf_counter()
         check_queue_options("submit", options)
@@ -288,6 +291,20 @@ class Session:
         check_queue_options("astream", options)
         return runs.astream(self._core, partial(self.submit, params, **options))
 
+    def interrupt(self) -> None:
+        """End the turn under way at once, by "stop", and keep what was read of its reply.
+
+        For a listener who interrupts: the turn's last event comes with the next `step`, what is in
+        flight for it is discarded, and the session takes its next `append` and turn right away. A
+        listener who has heard less than was said is told by `rewind`. It does nothing if no turn is
+        under way, or if that is cancelled.
+        """
+        self._core.check_open()
+        self._settle()
+        if self._turn is not None and self._turn.finish_reason is None:
+            self._core.delivery.stop(self._turn)
+            self._settle()
+
     # Life.
 
     def snapshot(self, path: str | os.PathLike[str] | None = None) -> SessionSnapshot:
@@ -341,7 +358,28 @@ class Session:
         if turn is not None and turn.finished:
             self._turn = None
             if turn.finish_reason in ("stop", "length"):
-                self._tokens += turn.token_ids
+                self._take(turn)
+
+    def _take(self, turn: Request) -> None:
+        """Add a finished turn's tokens; frames are kept as embeddings.
+
+        The frame that ended a turn becomes the frame of end codes, as transformers' processor puts
+        it after sound: no step has read its codes.
+        """
+        said, codes = turn.token_ids, turn.job.codes
+        if codes is None:
+            self._tokens += said
+            return
+        inner = self._core.intake.inner
+        assert inner is not None, f"{turn!r} has frames"
+        frames = codes[: len(said)]
+        if not frames:
+            return
+        if said[-1] == inner.end_token and not turn.params.ignore_eos:
+            frames[-1] = (inner.end_code,) * inner.steps
+        rows = embed_frames(self._core.runtime.model, frames).cpu()
+        self._embeds = self._embeds.then(Embeds((Run(len(self._tokens), rows),)))
+        self._tokens += [EMBEDDED] * len(said)
 
     def _check_idle(self) -> None:
         self._core.check_open()
@@ -451,10 +489,10 @@ def _check_sessions(core: EngineCore) -> None:
         raise ValueError(
             f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
         )
-    if core.intake.inner is not None:
+    if core.intake.inner is not None and core.intake.embeds is None:
         raise ValueError(
-            f"each step of this model emits a frame of {core.intake.inner.steps} codes: it has no "
-            f"sessions. Frames of earlier turns are embeddings in a prompt (`Engine.embed_frames`)"
+            f"each step of this model emits a frame of {core.intake.inner.steps} codes, which "
+            f"sessions keep as embeddings: open the engine with prompt_embeds=True"
         )
 
 

@@ -11,6 +11,7 @@ import pickle
 import secrets
 import sys
 import threading
+import wave
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_the_robot_plans_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_voice_agent_is_interrupted_and_goes_on() -> None:
     heard, said = load("voice_agent").main()
     assert heard and said and heard not in said[:1]
+
+
+def test_the_voice_goes_on_from_what_was_heard(tmp_path: Path) -> None:
+    talk = load("talking_loop").main(str(tmp_path / "talk.wav"))
+    first, second = talk.turns
+    assert first.shape == (6, 4) and second.shape == (20, 4)
+    # Whole blocks of the 4 tokens and of the 6 frames.
+    assert talk.kept == [0, 8]
+    with wave.open(str(tmp_path / "talk.wav")) as file:
+        assert file.getnframes() == len(talk.sound) > 0 and file.getframerate() == 240
 
 
 def test_output_is_typed() -> None:

@@ -299,6 +299,10 @@ class Delivery:
             self._recorder.finished(request)
         self._announce(Event(request, token_ids, text + tail, reason, now, logprobs, *frame))
 
+    def stop(self, request: Request) -> None:
+        """Finish an unfinished request at once, by "stop": it keeps the tokens that were read."""
+        self._finish(request, "stop", (), "", time.perf_counter())
+
     def end_due(self) -> None:
         """Finish requests that were cancelled since the last call, or are past their deadlines."""
         while self.cancelled:
@@ -333,12 +337,15 @@ class Delivery:
                 )
         except BaseException as error:
             return error
-        now = time.perf_counter()
         for number in ended:
             # The callback itself may have cancelled the request.
             if active[number].finish_reason is None:
-                self._finish(active[number], "stop", (), "", now)
+                self.stop(active[number])
         return None
+
+    def owes(self, request: Request) -> bool:
+        """Whether an event of the request waits for its callback."""
+        return any(event.request is request for event in self._undelivered)
 
     def run_callbacks(self) -> None:
         """Run the callbacks of new events.

@@ -188,7 +188,7 @@ def _events(core: EngineCore, request: Request, events: deque[Event]) -> Iterato
     last: Event | None = None
     with _cancelling(core, [request]):
         yield None
-        while events or not request.finished:
+        while events or _goes_on(core, request):
             if not events:
                 _step(core)
             while events:
@@ -203,15 +203,20 @@ async def _events_async(
     last: Event | None = None
     with _cancelling(core, [request]):
         yield None
-        while events or not request.finished:
+        while events or _goes_on(core, request):
             if not events:
                 await asyncio.sleep(0)
-            if not events and not request.finished:
+            if not events and _goes_on(core, request):
                 _step(core, timeout=0)
             while events:
                 last = events.popleft()
                 yield last
         _check_ended(core, last)
+
+
+def _goes_on(core: EngineCore, request: Request) -> bool:
+    """Whether a step may bring the request an event: its last one, if its session ended it."""
+    return not request.finished or core.delivery.owes(request)
 
 
 def _check_ended(core: EngineCore, last: Event | None) -> None:

@@ -410,8 +410,6 @@ def test_requests_that_are_refused(five: Csm) -> None:
         for name, value in {"stop": "x", "include_stop_str_in_output": True}.items():
             with pytest.raises(ValueError, match=f"{name}=.*: frames have no text"):
                 engine.submit([1, 2], SamplingParams(**{name: value}))
-        with pytest.raises(ValueError, match="emits a frame of 5 codes: it has no sessions"):
-            engine.session()
         for codes, message in (
             ([[1, 2, 3, 4]], r"of shape \[1, 4\] and int64 must be integers \[frames, 5\]"),
             ([[0.5] * 5], "float64 must be integers"),

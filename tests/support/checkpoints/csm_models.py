@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,22 @@ def write_csm(path: Path, codebooks: int, codes: int = 37, **options: Any) -> An
     return model
 
 
-def logits_of(model: Any, prompt: list[int], codes: torch.Tensor) -> torch.Tensor:
-    """[frames, K, V]: logits of each code of these frames after a prompt of text."""
+def embeds_of(model: Any, prompt: Sequence[Any]) -> torch.Tensor:
+    """[1, positions, H]: a prompt of token ids and of frames, each a tensor [frames, K]."""
+    parts = [
+        model.backbone_model.embed_tokens(part[None])
+        if isinstance(part, torch.Tensor)
+        else model.embed_text_tokens(torch.tensor([[part]]))
+        for part in prompt
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def logits_of(model: Any, prompt: Sequence[Any], codes: torch.Tensor) -> torch.Tensor:
+    """[frames, K, V]: logits of each code of these frames after a prompt of text and frames."""
     with torch.no_grad():
-        embeds = model.embed_text_tokens(torch.tensor([prompt]))
-        embeds = torch.cat([embeds, model.backbone_model.embed_tokens(codes[None])], dim=1)
-        hidden = model.backbone_model(inputs_embeds=embeds)[0][0, len(prompt) - 1 : -1]
+        embeds = embeds_of(model, [*prompt, codes])
+        hidden = model.backbone_model(inputs_embeds=embeds)[0][0, -1 - len(codes) : -1]
         fed = torch.nn.functional.pad(codes[:, :-1], (1, 0))
         depth = model.depth_decoder(input_ids=fed, backbone_last_hidden_state=hidden).logits
         return torch.cat([model.lm_head(hidden)[:, None], depth], dim=1).float()
