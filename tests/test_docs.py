@@ -156,9 +156,11 @@ def test_the_code_of_a_page_runs(
         names |= {"path": moe_checkpoint(tmp_path), "prompt": [1, 2, 3]}
     if page == "docs/speech.md":
         from checkpoints.csm_models import write_csm
+        from checkpoints.higgs_models import BEGIN, write_higgs
 
         write_csm(tmp_path, codebooks=4)
-        names |= {"path": tmp_path, "prompt": [1, 2, 3]}
+        write_higgs(tmp_path / "higgs-audio", codebooks=4)
+        names |= {"path": tmp_path, "prompt": [1, 2, 3, BEGIN]}
     if page == "docs/adapters.md":
         for seed, name in enumerate(("sql", "prose")):
             write_adapter(tmp_path / "adapters" / name, checkpoint_path(), rank=2, seed=seed)

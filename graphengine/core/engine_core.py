@@ -43,7 +43,8 @@ from graphengine.program.fields import (
     rope_updates,
     seen_updates,
 )
-from graphengine.program.frame_step import GIVEN_FIELD, drawn_updates
+from graphengine.program.frame_step import GIVEN_FIELD
+from graphengine.program.frames import frame_updates
 from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
@@ -410,7 +411,7 @@ class EngineCore:
             updates |= adapter_updates(plan, slots)
         if self.intake.inner is not None and plan.slots_changed:
             assert self.runtime.codes is not None, "frames have a mailbox"
-            updates |= drawn_updates(slots, self.intake.inner)
+            updates |= frame_updates(slots, self.intake.inner)
             updates[GIVEN_FIELD] = self.runtime.codes.given.updates(slots)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.

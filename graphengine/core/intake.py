@@ -17,7 +17,7 @@ from graphengine.automata.token_automaton import TokenAutomaton
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.models.contract import ModelConfig
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
@@ -28,7 +28,7 @@ from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
-from graphengine.requests.frames import given_frames, read_frame_params
+from graphengine.requests.frames import check_frame_prompt, given_frames, read_frame_params
 from graphengine.requests.grammar_pool import DeviceGuide, GrammarPool, TableGuide
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
@@ -107,7 +107,7 @@ class Intake:
         eos_ids: tuple[int, ...],
         prompts_only: bool,
         routed: RoutedExperts | None = None,
-        inner: InnerDecoder | None = None,
+        inner: FrameCoder | None = None,
         embeds: EmbedsSpec | None = None,
         cancelled: list[Request],
         device: torch.device,
@@ -202,6 +202,7 @@ class Intake:
         _check_queueing(priority, deadline_s)
         loaded = self.adapters.find(adapter)
         drawn_codes = read_frame_params(params, self.inner)
+        check_frame_prompt(prompt.ids, self.inner)
         stops = self._stops(params)
         self._check_new_tokens(params)
         self._check_length(len(prompt.ids))

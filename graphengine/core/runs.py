@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Unpack, cast
 
+import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_one_prompt
 from graphengine.core.interrupts import HeldInterrupts
-from graphengine.models.inner.given_frames import embed_frames
+from graphengine.models.inner.given_frames import delay_frames, embed_frames, undelay_frames
 from graphengine.options.checks import check_callable
 from graphengine.prompts import Prompt, is_batch
 from graphengine.requests.request import Event, Request
@@ -242,3 +243,32 @@ class FrameCalls:
         """
         self.core.check_open()
         return embed_frames(self.core.runtime.model, codes)
+
+    def delay_frames(self, codes: npt.ArrayLike | Tensor) -> npt.NDArray[np.int32]:
+        """Frames as prompts have them, of frames of sound as a codec has them.
+
+        codes  integers [frames, K]
+
+        Returns int32 [n, K], for `embed_frames`. For a model whose codes are delayed there are
+        K + 1 frames more: the first has begin codes, code k of the others lags k frames behind,
+        and the last ones have end codes. Other models have no delays, and `codes` comes back.
+
+        ValueError as for `embed_frames`.
+        """
+        self.core.check_open()
+        return delay_frames(self.core.runtime.model, codes)
+
+    def undelay_frames(self, codes: npt.ArrayLike | Tensor) -> npt.NDArray[np.int32]:
+        """Whole frames of sound for a codec, of the `codes` of a `Result` or of several events.
+
+        codes  integers [frames, K], in the order in which they came
+
+        Returns int32 [n, K], with the codes of each frame of sound together. For a model whose
+        codes are delayed these are the frames whose codes have all come, after the last frame of
+        begin codes alone and before the first one of end codes alone; K frames in a row give one.
+        Other models have no delays, and `codes` comes back.
+
+        ValueError as for `embed_frames`.
+        """
+        self.core.check_open()
+        return undelay_frames(self.core.runtime.model, codes)

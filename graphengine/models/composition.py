@@ -29,7 +29,7 @@ from graphengine.models.blocks.per_layer.layer_inputs import LINEAR, PROJECTION,
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelWeights, Shaped
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates, side_by_side
@@ -73,7 +73,7 @@ class Composition(ABC):
     embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
                          pipeline stage after which layers read the stream without a norm
     span                 which layers of a model these are; None: they are a whole model
-    inner                the decoder of a frame's codes after the first, where a step emits frames:
+    inner                what draws the codes of a frame after the first, where a step emits frames:
                          lm_head then has a row for each code, and `vocab_size` counts the ids of
                          prompts; None: a step emits tokens
     """
@@ -105,7 +105,7 @@ class Composition(ABC):
     final_norm_name: str = "model.norm"
     forms: WeightForms = PLAIN
     span: LayerSpan | None = None
-    inner: InnerDecoder | None = None
+    inner: FrameCoder | None = None
 
     @abstractmethod
     def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:
@@ -119,6 +119,11 @@ class Composition(ABC):
     def head_rows(self) -> int:
         """Rows of lm_head."""
         return self.vocab_size if self.inner is None else self.inner.codes
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether layers compute text and sound with weights of their own."""
+        return any(each.text_norm for layer in self.layers for each in layer)
 
     # Other configs of the model.
 

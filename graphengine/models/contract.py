@@ -29,8 +29,7 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.rope_tables import RopeTables
-from graphengine.models.inner.inner_decoder import InnerDecoder
-from graphengine.models.inner.weights import InnerWeights
+from graphengine.models.inner.drawn import FrameCoder, FrameWeights
 from graphengine.models.launches import (
     ONE_RANK,
     ChunkAttention,
@@ -143,8 +142,8 @@ class ModelConfig(Protocol):
         ...
 
     @property
-    def inner(self) -> InnerDecoder | None:
-        """The decoder of a frame's codes after the first; None: a step emits tokens."""
+    def inner(self) -> FrameCoder | None:
+        """What draws the codes of a frame after the first; None: a step emits tokens."""
         ...
 
     @property
@@ -232,8 +231,8 @@ class ModelWeights(StoredWeights):
     """All weights of a model.
 
     embedding  `[V, H]`
-    lm_head    `[V, H]`; where the two are tied it is the embedding. With an inner decoder it has a
-               row for each code
+    lm_head    `[V, H]`; where the two are tied it is the embedding. Where a step emits frames it
+               has a row for each code; of parallel heads it is the first
     """
 
     config: ModelConfig
@@ -259,8 +258,8 @@ class ModelWeights(StoredWeights):
         return found
 
     @property
-    def inner_weights(self) -> InnerWeights | None:
-        """Weights of the inner decoder; None: there is none."""
+    def inner_weights(self) -> FrameWeights | None:
+        """Weights of what draws the codes of a frame; None: a step emits tokens."""
         return None
 
     def adaptable(self) -> list[StoredLinear]:

@@ -31,7 +31,7 @@ from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.gqa import AttentionWeights, PagedMemory
 from graphengine.models.blocks.mlp import MlpWeights
-from graphengine.models.blocks.norms import LayerNorm, ReadNorm
+from graphengine.models.blocks.norms import LayerNorm, ReadNorm, lane_kinds
 from graphengine.models.blocks.per_layer.layer_inputs import (
     LayerInputsWeights,
     LayerInputWeights,
@@ -67,14 +67,9 @@ from graphengine.models.decoder_layer import (
     prefill_scratch,
     routed_of,
 )
-from graphengine.models.decoder_steps import (
-    Step,
-    computed,
-    input_of,
-    new_inputs,
-    with_memory,
-)
-from graphengine.models.inner.weights import InnerWeights, allocate_inner
+from graphengine.models.decoder_steps import Step, computed, input_of, new_inputs, with_memory
+from graphengine.models.inner.drawn import FrameWeights, allocate_frames
+from graphengine.models.inner.parallel_heads import HeadsWeights
 from graphengine.models.launches import (
     ONE_RANK,
     ChunkAttention,
@@ -106,7 +101,7 @@ class DecoderWeights(ModelWeights):
                 none, or another stage adds them
     layer_inputs  what makes the inputs of all layers; None: layers have none
     head_bias   `[V]`, of lm_head; None: it has none, or another stage adds it
-    inner_weights  of the inner decoder; None: there is none
+    inner_weights  of what draws the codes of a frame; None: a step emits tokens
     """
 
     config: Composition
@@ -116,16 +111,22 @@ class DecoderWeights(ModelWeights):
     positions: Tensor | None = None
     layer_inputs: LayerInputsWeights | None = None
     head_bias: Tensor | None = None
-    inner_weights: InnerWeights | None = None
+    inner_weights: FrameWeights | None = None
+
+    @property
+    def own_head(self) -> AnyWeight | None:
+        """lm_head; None where it is the embedding, or one of several heads."""
+        shared = self.lm_head is self.embedding or isinstance(self.inner_weights, HeadsWeights)
+        return None if shared else self.lm_head
 
     def linears(self) -> list[StoredLinear]:
-        """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
+        """Linears of the layers, and lm_head unless it is shared. Every rank has all of lm_head."""
         inputs = self.layer_inputs
         of_layers = [] if inputs is None else inputs.linears()
         of_layers += [each for layer in self.layers for each in layer.linears()]
-        if self.lm_head is self.embedding:
+        if self.own_head is None:
             return of_layers
-        return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.head_rows),))]
+        return [*of_layers, StoredLinear(self.own_head, ((HEAD, self.config.head_rows),))]
 
     def packed(self) -> list[PackedWeight | PackedExperts]:
         """The weights that are packed; those of a layer's experts are one."""
@@ -148,8 +149,8 @@ class DecoderWeights(ModelWeights):
             names |= self.layer_inputs.stored()
         if len(self.embedding) == config.vocab_size:
             names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
-        if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
-            names[f"{HEAD}.weight"] = Weight(self.lm_head)
+        if isinstance(self.own_head, Tensor):
+            names[f"{HEAD}.weight"] = Weight(self.own_head)
         if self.head_bias is not None:
             names[f"{HEAD}.bias"] = Weight(self.head_bias)
         for layer in self.layers:
@@ -159,12 +160,12 @@ class DecoderWeights(ModelWeights):
         return names
 
     def tensors(self) -> list[Tensor]:
-        """Every weight tensor, tied ones twice."""
+        """Every weight tensor."""
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         own = tensors_of(self.embedding, self.final_norm, self.final_bias, self.positions)
         own += [] if self.layer_inputs is None else self.layer_inputs.tensors()
         own += [] if self.inner_weights is None else self.inner_weights.tensors()
-        return [*own, *tensors_of(self.lm_head, self.head_bias), *per_layer]
+        return [*own, *tensors_of(self.own_head, self.head_bias), *per_layer]
 
     def linear_names(self) -> Mapping[str, str]:
         """The name in `config.linears` of each linear of the layers."""
@@ -448,9 +449,11 @@ class DecoderModel:
             launch=launch,
             outlived=all_lanes,
             may_split=not (all_lanes or streams or launch.deepstack),
+            kinds=lane_kinds(lanes.token, slot) if config.by_kind else None,
         )
         if self._is_normed_after(-1):
-            norm_rows(x, self._read_norm_after(-1), slot, eps=config.norm_eps, out=scratch.h)
+            norm, kinds = self._read_norm_after(-1), scratch.kinds
+            norm_rows(x, norm, slot, eps=config.norm_eps, out=scratch.h, kinds=kinds)
         else:
             scratch.h.copy_(x)
         end: tuple[Tensor, ...] = ()
@@ -470,6 +473,8 @@ class DecoderModel:
                 end = (scratch.lane_of(x, lanes.last), attended.index_select(0, lanes.last))
                 if inputs is not None:
                     end = (*end, inputs.index_select(0, lanes.last))
+                if config.by_kind:
+                    end = (*end, lanes.token.index_select(0, lanes.last))
                 if all_lanes:
                     block.add_output(attended, x, step.next_norm, slot, scratch)
             if aside is not None:
@@ -514,7 +519,9 @@ class DecoderModel:
         weights, (last, *rest) = self.weights, self.steps[self._last_kept :]
         x_PH = end.last[0]
         layers = weights.layers[last.layer :]
-        scratch = prefill_scratch(layers, len(slot_P), like=weights.embedding, launch=launch)
+        kinds = lane_kinds(end.last[-1], slot_P) if self.config.by_kind else None
+        count = len(slot_P)
+        scratch = prefill_scratch(layers, count, like=weights.embedding, launch=launch, kinds=kinds)
         aside = self._prefilled_aside(last, x_PH, slot_P, pdl=launch.pdl)
         if isinstance(last.block, AttendingWeights):
             last.block.add_output(end.last[1], x_PH, last.next_norm, slot_P, scratch)
@@ -556,8 +563,13 @@ class DecoderConfig(Composition):
         # Nobody uses the values of an embedding of one row.
         embeds = span is None or span.needs_embedding(own_head=own_head)
         embedding = new(self.vocab_size if embeds else 1, hidden)
+        inner = None
+        if self.inner is not None:
+            inner = allocate_frames(self.inner, device=device, dtype=dtype)
         lm_head: AnyWeight = embedding
-        if own_head and (span is None or span.ends):
+        if isinstance(inner, HeadsWeights):
+            lm_head = inner.first
+        elif own_head and (span is None or span.ends):
             shape = (self.head_rows, hidden)
             lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
         final_norm = new(hidden)
@@ -574,9 +586,7 @@ class DecoderConfig(Composition):
             positions=new(self.max_positions, hidden) if placed else None,
             head_bias=new(self.head_rows) if self.head_bias else None,
             lm_head=lm_head,
-            inner_weights=None
-            if self.inner is None
-            else allocate_inner(self.inner, device=device, dtype=dtype),
+            inner_weights=inner,
             layer_inputs=None
             if self.layer_inputs is None
             else self.layer_inputs.allocate(len(layers), hidden, forms, device=device, dtype=dtype),

@@ -19,7 +19,7 @@ from graphengine.models.blocks.expert_steps import decode_experts, prefill_exper
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, PagedMemory
 from graphengine.models.blocks.mlp import MlpWeights
-from graphengine.models.blocks.norms import NextNorm, NormKind, ReadNorm
+from graphengine.models.blocks.norms import LaneKinds, NextNorm, NormKind, ReadNorm
 from graphengine.models.blocks.per_layer.layer_inputs import LayerInputWeights
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
@@ -251,10 +251,12 @@ def prefill_scratch(
     launch: PrefillLaunch,
     outlived: bool = False,
     may_split: bool = False,
+    kinds: LaneKinds | None = None,
 ) -> PrefillScratch:
     """The memory in which these layers compute a chunk, in the dtype of `like`, on its device.
 
     may_split  whether nobody else reads the chunk's stream, so that ranks may split it by lanes
+    kinds      the lanes by kind, where that matters
     """
     hidden = len(layers[0].input_norm)
     split = None
@@ -270,6 +272,7 @@ def prefill_scratch(
         coded=0 if launch.activations is None else _coded_columns(blocks, launch.activations),
         outlived=outlived,
         split=split,
+        kinds=kinds,
     )
 
 

@@ -26,6 +26,7 @@ from graphengine.models.blocks.norms import (
     LayerNorm,
     NextNorm,
     NormKind,
+    NormsByKind,
     ReadNorm,
     Sandwich,
     plus_one,
@@ -65,6 +66,8 @@ class Sublayer(NamedTuple):
     parallel   whether the block reads the stream as the block before it found it, not as it left it
     factor     name of what the stream is multiplied by after the sum; "": nothing. Only with a
                `post_norm`
+    text_norm  name of the norm that reads a prompt's text, where `norm` reads sound alone; "":
+               `norm` reads both
     """
 
     norm: str
@@ -73,6 +76,7 @@ class Sublayer(NamedTuple):
     post_norm: str = ""
     parallel: bool = False
     factor: str = ""
+    text_norm: str = ""
 
 
 Layer = tuple[Sublayer, ...]
@@ -131,6 +135,7 @@ class SublayerWeights:
     post_norm  of the norm between the block and the sum; None: there is none
     parallel   as `Sublayer` has it
     factor     `[1]`, what the stream is multiplied by after the sum; None: nothing
+    text_norm  of the norm that reads text, where `norm` reads sound alone; None: `norm` reads both
     """
 
     block: BlockWeights
@@ -143,17 +148,25 @@ class SublayerWeights:
     parallel: bool = False
     factor_name: str = ""
     factor: Tensor | None = None
+    text_norm_name: str = ""
+    text_norm: Tensor | None = None
 
     @property
     def read_norm(self) -> ReadNorm:
         """The norm before the block."""
+        if self.text_norm is not None:
+            return NormsByKind(self.norm, self.text_norm)
         if self.kind == "rms":
             return self.norm
         return LayerNorm(self.norm, self.norm_bias, self.block.block.norm_eps)
 
     def norms(self) -> dict[str, Tensor]:
         """The norms' weights by name."""
-        found = {self.norm_name: self.norm, self.post_norm_name: self.post_norm}
+        found = {
+            self.norm_name: self.norm,
+            self.text_norm_name: self.text_norm,
+            self.post_norm_name: self.post_norm,
+        }
         return {name: norm for name, norm in found.items() if name and norm is not None}
 
     def stored(self) -> dict[str, Weight]:
@@ -168,7 +181,7 @@ class SublayerWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        norms = [self.norm, self.norm_bias, self.post_norm, self.factor]
+        norms = [self.norm, self.norm_bias, self.text_norm, self.post_norm, self.factor]
         return [*(each for each in norms if each is not None), *self.block.tensors()]
 
     def before(self, following: ReadNorm, *, normed: bool = True) -> NextNorm:
@@ -234,6 +247,8 @@ def allocate_sublayers(
             parallel=each.parallel,
             factor_name=prefix + each.factor if each.factor else "",
             factor=norm(1) if each.factor else None,
+            text_norm_name=prefix + each.text_norm if each.text_norm else "",
+            text_norm=norm() if each.text_norm else None,
         )
 
 

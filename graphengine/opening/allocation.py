@@ -58,6 +58,7 @@ from graphengine.program.fields import (
     takes_images,
 )
 from graphengine.program.frame_step import FrameStep
+from graphengine.program.frames import new_frame_step
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -261,13 +262,13 @@ def _new_program(
 def _frame_step(
     setting: DraftSetting, config: EngineConfig, codes: FrameCodes | None
 ) -> FrameStep | None:
-    """The inner decoder in the steps; None where a step emits tokens."""
+    """What draws the codes of frames in the steps; None where a step emits tokens."""
     model = setting.model
     inner = model.weights.inner_weights
     if inner is None:
         return None
     assert codes is not None, "frames have a mailbox"
-    return FrameStep(
+    return new_frame_step(
         inner,
         setting.buffers,
         setting.launch,

@@ -16,7 +16,7 @@ from graphengine.host.rings import WindowRing, ring_blocks
 from graphengine.kernels.experts.records import route_items
 from graphengine.kernels.logits.logprobs_mailbox import logprob_items
 from graphengine.models.contract import ModelConfig
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.program.graph_key import (
@@ -93,7 +93,7 @@ def mailboxes(
     tokens_per_step: int,
     prefill_tokens: int,
     routed: RoutedExperts | None = None,
-    inner: InnerDecoder | None = None,
+    inner: FrameCoder | None = None,
 ) -> Rings:
     """The shapes of all mailboxes: tokens and the state of each lane; log-probabilities of new
     tokens and of prompts; experts of new tokens and of prompts; codes of frames and their

@@ -21,9 +21,9 @@ from graphengine.host.rings import WindowRing
 from graphengine.host.step_plan import Plan, PrefillChunk
 from graphengine.kernels.core.lanes import BITS
 from graphengine.models.contract import ModelConfig
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.states import LayerStates, recurrent_fields
-from graphengine.program.frame_step import inner_fields
+from graphengine.program.frames import frame_fields
 from graphengine.program.relaxed import relaxed_field
 from graphengine.prompt_embeds import Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
@@ -148,7 +148,7 @@ def engine_fields(
     grids: bool = False,
     images: bool = False,
     deepstack: int = 0,
-    inner: InnerDecoder | None = None,
+    inner: FrameCoder | None = None,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -184,7 +184,7 @@ def engine_fields(
     if config.adapter_slots:
         fields += _adapter_fields(sizes)
     if inner is not None:
-        fields += inner_fields(inner, sizes)
+        fields += frame_fields(inner, sizes)
     return fields
 
 

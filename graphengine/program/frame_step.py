@@ -1,8 +1,10 @@
-"""The part of a step in which an inner decoder draws the codes of a frame after the first.
+"""The part of a step in which the codes of a frame after the first are drawn.
 
     begin     the embedding of the last frame begins a decode step's stream
     draw      the first code's tiles -> all codes that are not given, and the frame's token
     publish   the codes go to the host, once the step has published its token
+
+`InnerStep` draws them one after the other, by an inner decoder; `heads_step.py` draws all at once.
 
 Code k of the frame whose token will sit at position p is drawn with the noise of position
 p + k * 2**24, which no token has: so it depends on the request's seed, the frame and the code
@@ -14,6 +16,7 @@ hidden.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,10 +39,12 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_tiles
 from graphengine.kernels.step.state import DecodeLanes
+from graphengine.models.inner.drawn import FrameCoder, FrameWeights
 from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.inner.steps import InnerSteps
 from graphengine.models.inner.weights import InnerWeights
 from graphengine.models.launches import DecodeLaunch
+from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.options.code_sampling import DrawnCode
 from graphengine.program.code_logprobs import CodeLogprobs
@@ -51,21 +56,21 @@ GIVEN_FIELD = "codes_given"
 DRAWN_FIELDS = {name: f"codes_{name}" for name in DrawnCode._fields}
 """Fields of how codes after the first are drawn, by the name of the option."""
 # Slots of a row are padded to whole 16 bytes, as kernels are compiled for where a row begins.
-_ALIGNED = 4
+ALIGNED = 4
 CODE_STRIDE = 2**24
 """Positions between the noise of a code and that of the next one."""
 MOST_POSITIONS = CODE_STRIDE
 MOST_STEPS = 2**31 // CODE_STRIDE - 1
 
 
-def inner_fields(config: InnerDecoder, sizes: FieldSizes) -> list[Field]:
-    """The codes of each slot's last frame, the inner decoder's cache, and how codes are drawn."""
+def inner_fields(config: FrameCoder, sizes: FieldSizes) -> list[Field]:
+    """The codes of each slot's last frame, an inner decoder's cache, and how codes are drawn."""
 
     def device(name: str, shape: tuple[int, ...], dtype: torch.dtype, meaning: str) -> Field:
         return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
 
     def host(name: str, dtype: torch.dtype, pad: float) -> Field:
-        shape = (config.steps - 1, -(-sizes.slots // _ALIGNED) * _ALIGNED)
+        shape = (config.steps - 1, -(-sizes.slots // ALIGNED) * ALIGNED)
         meaning = f"{name} of each code after the first, by slot"
         name = DRAWN_FIELDS[name]
         return Field(
@@ -88,22 +93,29 @@ def inner_fields(config: InnerDecoder, sizes: FieldSizes) -> list[Field]:
         meaning="position at which the slot's given frames end",
         group="codes",
     )
-    codes, cache = (sizes.slots, config.steps), config.cache_shape(sizes.slots)
-    return [
-        host("temperature", torch.float32, 0),
-        host("top_k", torch.int32, 0),
-        host("top_p", torch.float32, 1),
-        given,
-        device(CODES_FIELD, codes, torch.int32, "codes of the slot's last frame"),
-        device(CACHE_FIELD, cache, sizes.dtype, "keys and values of the inner decoder"),
-    ]
+    codes = sizes.slots, config.steps
+    fields = [given, device(CODES_FIELD, codes, torch.int32, "codes of the slot's last frame")]
+    if config.steps > 1:
+        fields += [
+            host("temperature", torch.float32, 0),
+            host("top_k", torch.int32, 0),
+            host("top_p", torch.float32, 1),
+        ]
+    if isinstance(config, InnerDecoder):
+        cache = config.cache_shape(sizes.slots)
+        fields.append(
+            device(CACHE_FIELD, cache, sizes.dtype, "keys and values of the inner decoder")
+        )
+    return fields
 
 
 def drawn_updates(
-    requests: Sequence[Request | None], config: InnerDecoder
+    requests: Sequence[Request | None], config: FrameCoder
 ) -> dict[str, NDArray[Any]]:
     """The fields of how codes are drawn, where a plan changes the requests in the slots."""
-    count, slots = config.steps - 1, -(-len(requests) // _ALIGNED) * _ALIGNED
+    if config.steps == 1:
+        return {}
+    count, slots = config.steps - 1, -(-len(requests) // ALIGNED) * ALIGNED
     nothing = (DrawnCode(0.0, 0, 1.0),) * count
     drawn = [nothing if request is None else request.job.drawn_codes for request in requests]
     drawn += [nothing] * (slots - len(drawn))
@@ -123,11 +135,11 @@ class Frame(NamedTuple):
     """float32 [K, N], in lanes that want them; None where no lane may."""
 
 
-class FrameStep:
-    """An inner decoder in the steps of its model.
+class FrameStep(ABC):
+    """What draws the codes of frames in the steps of its model.
 
     launch    how the model's kernels are launched
-    family    of the inner decoder's products
+    family    of the products
     eps       of the model's final norm
     given     int16 [S, P, K]: codes of frames by position, -1 where they are drawn
     mailbox   receives the codes, in the layout of experts' ids: K layers of one id each
@@ -135,9 +147,11 @@ class FrameStep:
     sampled   whether these may be of what codes are drawn from
     """
 
+    plans: LinearPlans
+
     def __init__(
         self,
-        weights: InnerWeights,
+        weights: FrameWeights,
         buffers: StaticBuffers,
         launch: DecodeLaunch,
         *,
@@ -148,26 +162,26 @@ class FrameStep:
         logprobs: Tensor,
         sampled: bool,
     ) -> None:
-        self.config, self._weights = weights.config, weights
+        self._frames, self._launch = weights.frames, launch
         self._codes, self._eps = buffers[CODES_FIELD], eps
         self._given, self._given_until = given, buffers[GIVEN_FIELD]
         self._mailbox, self._sequence = mailbox, buffers["sequence"]
         self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
-        slots = len(self._codes)
-        drawn = {option: buffers[name] for option, name in DRAWN_FIELDS.items()}
+        steps, slots = weights.config.steps, len(self._codes)
+        # There are no fields for the codes after the first where there is only one.
+        drawn = {option: buffers[name] for option, name in DRAWN_FIELDS.items() if steps > 1}
         self._sampling_of = [
             self._sampling._replace(**{name: rows[row, :slots] for name, rows in drawn.items()})
-            for row in range(self.config.steps - 1)
+            for row in range(steps - 1)
         ]
         self._logprobs = CodeLogprobs(
             buffers, (self._sampling, *self._sampling_of), logprobs, sampled=sampled
         )
-        self._steps = InnerSteps(weights, buffers[CACHE_FIELD], slots)
-        dtype = weights.norm.dtype
-        self.plans, _ = choose_plans(self.config.linears, dtype, family, buffers.device)
-        self._launch = self._steps.launch_with(launch, self.plans)
-        config = self.config
-        self._end = FrameEnd(config.end_code, config.judged, config.end_token)
+        self._prepare(weights, buffers, family)
+
+    @abstractmethod
+    def _prepare(self, weights: Any, buffers: StaticBuffers, family: RowFamily) -> None:
+        """Make ready what draws the codes; sets `plans`."""
 
     @property
     def numerics(self) -> str:
@@ -176,10 +190,9 @@ class FrameStep:
 
     def begin(self, lanes: DecodeLanes, norm_H: Tensor, residual: Residual) -> None:
         """Begin a decode step's stream with the embedding of each lane's last frame."""
-        embed_frames(
-            self._codes, self._weights.frames, lanes.slot, norm_H, residual, pdl=self._launch.pdl
-        )
+        embed_frames(self._codes, self._frames, lanes.slot, norm_H, residual, pdl=self._launch.pdl)
 
+    @abstractmethod
     def draw(
         self,
         best_NC: Tensor,
@@ -198,6 +211,52 @@ class FrameStep:
         logits   of the first code; None where no lane may want log-probabilities. Without "full" it
                  is None
         """
+
+    def _note(
+        self,
+        place: int,
+        logits: Tensor | None,
+        frame: Tensor,
+        lanes: DecodeLanes,
+        out: Tensor | None,
+        pdl: bool,
+    ) -> None:
+        """Note the log-probabilities of the codes at this place, where lanes may want them."""
+        if logits is not None and out is not None:
+            self._logprobs.note(place, logits, frame[place], lanes, out, pdl=pdl)
+
+    def publish(self, frame: Frame, count_R: Tensor, slot_R: Tensor, *, pdl: bool) -> None:
+        """Publish the codes of the rows that have a frame; the step itself has published."""
+        code = frame.code[:, :, None]
+        publish_routes(self._mailbox, self._sequence, count_R, slot_R, code, pdl=pdl)
+        if frame.logprob is not None:
+            self._logprobs.publish(frame.logprob, count_R, slot_R, pdl=pdl)
+
+
+class InnerStep(FrameStep):
+    """An inner decoder in the steps of its model."""
+
+    def _prepare(self, weights: InnerWeights, buffers: StaticBuffers, family: RowFamily) -> None:
+        config = weights.config
+        self.config, self._weights = config, weights
+        self._steps = InnerSteps(weights, buffers[CACHE_FIELD], len(self._codes))
+        dtype = weights.norm.dtype
+        self.plans, _ = choose_plans(config.linears, dtype, family, buffers.device)
+        self._launch = self._steps.launch_with(self._launch, self.plans)
+        self._end = FrameEnd(config.end_code, config.judged, config.end_token)
+
+    def draw(
+        self,
+        best_NC: Tensor,
+        health_NC: Tensor,
+        lanes: DecodeLanes,
+        hidden: Residual | Tensor,
+        *,
+        sampler: Sampler,
+        logits: Tensor | None,
+        pdl: bool,
+    ) -> Frame:
+        """Draw a frame, one run of the inner decoder after the other."""
         config, slot = self.config, lanes.slot
         lanes_count, launch = slot.numel(), replace(self._launch, pdl=pdl)
         frame = given_codes(self._given, self._given_until, slot, lanes.position, pdl=pdl)
@@ -221,19 +280,6 @@ class FrameStep:
         token = end_frame(*tiles, slot, frame, self._codes, self._end, pdl=pdl)
         self._note(config.steps - 1, logits, frame, lanes, logprob, pdl)
         return Frame(token, frame, logprob)
-
-    def _note(
-        self,
-        place: int,
-        logits: Tensor | None,
-        frame: Tensor,
-        lanes: DecodeLanes,
-        out: Tensor | None,
-        pdl: bool,
-    ) -> None:
-        """Note the log-probabilities of the codes at this place, where lanes may want them."""
-        if logits is not None and out is not None:
-            self._logprobs.note(place, logits, frame[place], lanes, out, pdl=pdl)
 
     def _taken(
         self,
@@ -268,10 +314,3 @@ class FrameStep:
             logits, lanes.slot, lanes.position, sampling, ahead=ahead, pdl=launch.pdl
         )
         return tiles, logits
-
-    def publish(self, frame: Frame, count_R: Tensor, slot_R: Tensor, *, pdl: bool) -> None:
-        """Publish the codes of the rows that have a frame; the step itself has published."""
-        code = frame.code[:, :, None]
-        publish_routes(self._mailbox, self._sequence, count_R, slot_R, code, pdl=pdl)
-        if frame.logprob is not None:
-            self._logprobs.publish(frame.logprob, count_R, slot_R, pdl=pdl)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
+from graphengine.models.inner.parallel_heads import ParallelHeads
 from graphengine.options.code_sampling import DrawnCode
 from graphengine.sampling_params import SamplingParams
 
@@ -18,7 +21,7 @@ _OF_TOKENS = (
 _USUAL = SamplingParams()
 
 
-def read_frame_params(params: SamplingParams, inner: InnerDecoder | None) -> tuple[DrawnCode, ...]:
+def read_frame_params(params: SamplingParams, inner: FrameCoder | None) -> tuple[DrawnCode, ...]:
     """How each code after a frame's first is drawn; empty where a step emits tokens.
 
     ValueError, with name and value, for an option of text or of single tokens where it emits
@@ -50,7 +53,7 @@ def read_frame_params(params: SamplingParams, inner: InnerDecoder | None) -> tup
 
 
 def given_frames(
-    params: SamplingParams, inner: InnerDecoder | None, most: int
+    params: SamplingParams, inner: FrameCoder | None, most: int
 ) -> NDArray[np.int16] | None:
     """The codes that a request of at most `most` frames gives, int16 [F, K]; None if it gives none.
 
@@ -66,3 +69,9 @@ def given_frames(
             f"for {most}"
         )
     return forced.codes
+
+
+def check_frame_prompt(prompt: Sequence[int], inner: FrameCoder | None) -> None:
+    """ValueError for an id in a prompt that stands for a frame of sound."""
+    if isinstance(inner, ParallelHeads):
+        inner.check_prompt(prompt)

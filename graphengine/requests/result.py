@@ -91,8 +91,9 @@ class Result:
                  and all new ones but the last. Prompt tokens that were not prefilled have the
                  experts of the prefill that their KV is from, or -1 if the engine does not know
                  them: in a restored session
-    codes        of a model whose steps emit frames, int32 [frames, K]: the codes of each frame; the
-                 one that ended the request is the last. None for other models
+    codes        of a model whose steps emit frames, int32 [frames, K]: the codes of each frame as
+                 it was drawn, with its delays (`Engine.undelay_frames`); the one that ended the
+                 request is the last. None for other models
     codes_logprobs  float32 [frames, K], the log-probability of each code, if the request asked for
                  `logprobs`; `logprobs` itself is None where steps emit frames
     """

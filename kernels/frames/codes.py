@@ -174,7 +174,7 @@ def end_frame(
         raise ValueError(f"judged={end.judged} of a frame of {places} codes")
     if not use_triton(slot_N):
         return end_frame_reference(best_NC, health_NC, slot_N, frame_KN, code_SK, end)
-    token = _new_token(best_NC, health_NC, slot_N)
+    token = new_token(best_NC, health_NC, slot_N)
     tiles = best_NC.shape[1]
     launcher(_end_frame_kernel, (lanes,))(
         best_NC,
@@ -214,7 +214,7 @@ def end_frame_reference(
     valid = (frame_KL >= 0).all(dim=0)
     ends = (frame_KL[: end.judged] == end.code).all(dim=0)
     token_L = torch.where(ends, end.token, frame_KL[0]).where(valid, -1).to(torch.int32)
-    made = _new_token(best_NC, health_NC, slot_N)
+    made = new_token(best_NC, health_NC, slot_N)
     best_L, health_L = tile_of_token_reference(token_L, valid)
     made.best[live, 0], made.health[live, 0], made.token[live] = best_L, health_L, token_L
     return made
@@ -228,7 +228,7 @@ def _drawn_unless_given(
     return torch.where(given >= 0, given, drawn)
 
 
-def _new_token(best_NC: torch.Tensor, health_NC: torch.Tensor, slot_N: torch.Tensor) -> FrameToken:
+def new_token(best_NC: torch.Tensor, health_NC: torch.Tensor, slot_N: torch.Tensor) -> FrameToken:
     """Uninitialised tokens, one tile each."""
     lanes = slot_N.numel()
     return FrameToken(

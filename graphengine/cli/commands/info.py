@@ -12,7 +12,7 @@ from graphengine.cli.terminal import columns, fit
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
 from graphengine.models.contract import ModelWeights
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.launches import Share
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
@@ -22,7 +22,7 @@ from graphengine.parallel.pipelining import plan_stages
 from graphengine.speculative import describe
 
 
-def _frame(inner: InnerDecoder | None) -> dict[str, Any]:
+def _frame(inner: FrameCoder | None) -> dict[str, Any]:
     """Codes of a frame, and of a codebook; nothing of models that emit tokens."""
     return {} if inner is None else {"frame_codes": inner.steps, "codebook": inner.codes}
 

@@ -53,8 +53,32 @@ class Sandwich(NamedTuple):
     factor: Tensor | None = None
 
 
-ReadNorm = Tensor | LayerNorm
-"""The norm that reads the stream: an RMSNorm's weight, or a LayerNorm."""
+class NormsByKind(NamedTuple):
+    """The weights [H] of two RMSNorms that read the stream: one of sound, one of text.
+
+    Decode steps feed sound; a chunk of a prompt has lanes of both kinds (`LaneKinds`).
+    """
+
+    sound: Tensor
+    text: Tensor
+
+
+class LaneKinds(NamedTuple):
+    """The lanes of a chunk by kind, as slots `[T]` in which lanes of the other kind are padded."""
+
+    sound: Tensor
+    text: Tensor
+
+
+def lane_kinds(token_N: Tensor, slot_N: Tensor) -> LaneKinds:
+    """Lanes with an embedding of their own are sound, lanes with a token text."""
+    has_token_N = token_N >= 0
+    return LaneKinds(slot_N.masked_fill(has_token_N, -1), slot_N.masked_fill(~has_token_N, -1))
+
+
+ReadNorm = Tensor | LayerNorm | NormsByKind
+"""The norm that reads the stream: an RMSNorm's weight, a LayerNorm, or an RMSNorm for each kind of
+lane."""
 NextNorm = ReadNorm | Sandwich
 """What lies between a block and the next one: the norm that reads the stream, or two norms."""
 

@@ -41,7 +41,14 @@ from graphengine.kernels.norm_rope.layer_norm import (
 )
 from graphengine.kernels.norm_rope.norm import add_rms_norm, rms_norm
 from graphengine.kernels.norm_rope.post_norm import add_normed, add_normed_rms_norm
-from graphengine.models.blocks.norms import LayerNorm, NextNorm, ReadNorm, Sandwich
+from graphengine.models.blocks.norms import (
+    LaneKinds,
+    LayerNorm,
+    NextNorm,
+    NormsByKind,
+    ReadNorm,
+    Sandwich,
+)
 from graphengine.models.launches import (
     ONE_RANK,
     DecodeLaunch,
@@ -116,6 +123,8 @@ def add_product(
     that reads the stream next. With several ranks, each divides the squares of the inputs by its
     own K.
     """
+    if isinstance(next_norm_H, NormsByKind):
+        next_norm_H = next_norm_H.sound
     if isinstance(next_norm_H, LayerNorm):
         weight, bias, eps = next_norm_H
         residual = add_product(call, residual, weight, launch)
@@ -202,6 +211,7 @@ class PrefillScratch:
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
     split     the stream, where each rank has some of its lanes: then `h` is its `normed_NH`, and
               products go to `part`, which otherwise is `h`; None: every rank has all lanes
+    kinds     the lanes by kind, where layers compute text and sound with weights of their own
     """
 
     def __init__(
@@ -215,8 +225,10 @@ class PrefillScratch:
         coded: int = 0,
         outlived: bool = False,
         split: SplitStream | None = None,
+        kinds: LaneKinds | None = None,
     ) -> None:
         self._lanes = lanes
+        self.kinds = kinds
         self.launch = launch
         self.split = split
         # Whole pieces of 16 bytes, so that what lies after them is aligned for copies.
@@ -398,6 +410,11 @@ def add_chunk(
     reads it next, to `scratch.h`, which may be the output itself.
     """
     launch, h = scratch.launch, scratch.h
+    if isinstance(next_norm_H, NormsByKind):
+        assert scratch.kinds is not None, "the lanes' kinds are known"
+        for norm_H, of_kind_N in zip(next_norm_H, scratch.kinds, strict=True):
+            add_chunk(whole_NH, stream_NH, norm_H, of_kind_N, scratch, eps=eps)
+        return
     if isinstance(next_norm_H, Sandwich):
         post, following, post_eps, normed, factor = next_norm_H
         assert eps == post_eps, f"norms of two {eps=}, {post_eps=}"
@@ -426,10 +443,24 @@ def add_chunk(
 
 
 def norm_rows(
-    x_NH: Tensor, norm: ReadNorm, slot_N: Tensor, *, eps: float, out: Tensor, pdl: bool = False
+    x_NH: Tensor,
+    norm: ReadNorm,
+    slot_N: Tensor,
+    *,
+    eps: float,
+    out: Tensor,
+    pdl: bool = False,
+    kinds: LaneKinds | None = None,
 ) -> None:
-    """Write the stream's live lanes, normed, to `out`; `eps` is of an RMSNorm."""
-    if isinstance(norm, LayerNorm):
+    """Write the stream's live lanes, normed, to `out`; `eps` is of an RMSNorm.
+
+    kinds  the lanes by kind, for `NormsByKind`
+    """
+    if isinstance(norm, NormsByKind):
+        assert kinds is not None, "the lanes' kinds are known"
+        for own, of_kind_N in zip(norm, kinds, strict=True):
+            norm_rows(x_NH, own, of_kind_N, eps=eps, out=out, pdl=pdl)
+    elif isinstance(norm, LayerNorm):
         weight, bias, eps = norm
         layer_norm(x_NH, weight, bias, slot_N, eps=eps, out_dtype=out.dtype, out=out, pdl=pdl)
     else:

@@ -1,5 +1,9 @@
 """A SwiGLU feed-forward: down(silu(gate x) * up x), or with another activation in place of silu.
 
+`SwigluByKind` is two of them side by side, one of sound and one of text: each lane goes through
+that of its kind. Decode steps feed sound alone. A chunk of a prompt runs through both, and each
+lane keeps the sum of its own, so that the products of a chunk cost twice those of one SwiGLU.
+
 Letters: N lanes, H hidden, F ffn width.
 """
 
@@ -18,9 +22,10 @@ from graphengine.kernels.linear.prefill.linear_swiglu import fuses_swiglu, linea
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import Activation, swiglu
 from graphengine.kernels.step.state import DecodeLanes
-from graphengine.models.blocks.norms import NextNorm
+from graphengine.models.blocks.norms import NextNorm, NormsByKind
 from graphengine.models.blocks.streams import (
     PrefillScratch,
+    add_chunk,
     add_chunk_product,
     add_product,
     new_weights,
@@ -236,3 +241,83 @@ class SwigluWeights:
         gate_up = scratch.take(2 * ffn, after=after)
         scratch.product(h, self.gate_up, self.gate_up_bias, out=gate_up)
         return swiglu(gate_up, slot, activation=activation, out=gate_up[:, :ffn], pdl=pdl)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwigluByKind(Swiglu):
+    """Sizes and switches of both; the block itself is that of sound.
+
+    own_prefix, text_prefix  of the tensors of sound's and of text's, below a layer's own prefix
+    """
+
+    own_prefix: str
+    text_prefix: str
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch`: with the output of text's."""
+        return 2 * self.ffn_size + self.hidden_size
+
+    def allocate(
+        self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
+    ) -> SwigluByKindWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing.
+
+        prefix  of the tensors of sound's in the checkpoint
+        """
+        of_text = prefix.removesuffix(self.own_prefix) + self.text_prefix
+        sound, text = (
+            Swiglu.allocate(self, each, forms, device=device, dtype=dtype)
+            for each in (prefix, of_text)
+        )
+        return SwigluByKindWeights(
+            block=self,
+            prefix=prefix,
+            gate_up=sound.gate_up,
+            gate_up_bias=sound.gate_up_bias,
+            down=sound.down,
+            down_bias=sound.down_bias,
+            text=text,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwigluByKindWeights(SwigluWeights):
+    """The weights of both; the block itself has those of sound."""
+
+    text: SwigluWeights
+
+    def linears(self) -> list[StoredLinear]:
+        """The products of both."""
+        return [*SwigluWeights.linears(self), *self.text.linears()]
+
+    def stored(self) -> dict[str, Weight]:
+        """The tensors of both, by name."""
+        return SwigluWeights.stored(self) | self.text.stored()
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        return [*SwigluWeights.tensors(self), *self.text.tensors()]
+
+    def chunk_width(self, lanes: int) -> int:
+        """Values of a lane in `PrefillScratch`: with the output of text's."""
+        return SwigluWeights.chunk_width(self, lanes) + self.block.hidden_size
+
+    def prefill(
+        self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
+    ) -> None:
+        """Run a chunk's lanes, whose normed stream is `scratch.h`, each through that of its kind.
+
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
+        """
+        kinds, eps = scratch.kinds, self.block.norm_eps
+        assert kinds is not None, "the lanes' kinds are known"
+        own_width = SwigluWeights.chunk_width(self, len(stream))
+        of_text = scratch.take(self.block.hidden_size, after=own_width)
+        # The second product overwrites what both read.
+        for weights, out in ((self.text, of_text), (self, scratch.h)):
+            gated = SwigluWeights.inner_chunk(weights, slot, scratch)
+            scratch.product(gated, weights.down, weights.down_bias, out=out)
+        norms = next_norm if isinstance(next_norm, NormsByKind) else (next_norm, next_norm)
+        for whole, norm, of_kind in zip((scratch.h, of_text), norms, kinds, strict=True):
+            add_chunk(whole, stream, norm, of_kind, scratch, eps=eps)

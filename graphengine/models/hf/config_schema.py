@@ -358,6 +358,17 @@ CSM_KEYS = (
 )
 """The keys of `config.json` that are read for CSM besides Llama's, and for its depth decoder."""
 
+HIGGS_KEYS = (
+    Key("num_codebooks", "integer", (1, 127), default=8),
+    Key("codebook_size", "integer", (1, INT32_MAX), default=1024),
+    Key("audio_token_id", "integer", (0, INT32_MAX), default=128_016),
+    Key("audio_bos_token_id", "integer", (0, INT32_MAX), default=128_013),
+    Key("audio_delay_token_id", "integer", (0, INT32_MAX), default=128_014),
+    Key("audio_stream_bos_id", "integer", (0, INT32_MAX), default=1024),
+    Key("audio_stream_eos_id", "integer", (0, INT32_MAX), default=1025),
+)
+"""The keys of `config.json` that are read for Higgs Audio besides Llama's."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -492,7 +503,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT_BIGCODE_KEYS, *GPT_NEOX_KEYS),
-        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS, *CSM_KEYS),
+        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS, *CSM_KEYS, *HIGGS_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS | HUNYUAN_MOE_KEYS

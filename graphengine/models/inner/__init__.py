@@ -1,9 +1,13 @@
-"""Inner decoders: a small decoder that runs several times within one step of a model.
+"""Codes of frames: what draws them within one step of a model.
 
-A speech model's step emits a frame of codes. The model's own head gives the first; the inner
-decoder, which reads the model's output and then each code, gives the others.
+A speech model's step emits a frame of codes. The model's own head gives the first. The others come
+from an inner decoder, a small decoder that runs several times within the step and reads the model's
+output and then each code; or from parallel heads, which all read the model's output.
 
-    inner_decoder.py  sizes and names, as a family reads them from a config
-    weights.py        its weights
-    steps.py          its runs in a captured step
+    drawn.py           the two, as the rest of the engine sees them
+    inner_decoder.py   sizes and names of an inner decoder, as a family reads them from a config
+    weights.py         its weights
+    steps.py           its runs in a captured step
+    parallel_heads.py  sizes, names and weights of parallel heads, and the delays of their codes
+    given_frames.py    frames as callers give them
 """

@@ -9,24 +9,45 @@ from torch import Tensor
 
 from graphengine.kernels.frames.embed import sum_of_codes
 from graphengine.models.contract import Model
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
+from graphengine.models.inner.parallel_heads import Codes, ParallelHeads
 from graphengine.options.checks import shown
 
 
 def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
     """Implements `Engine.embed_frames`."""
-    weights = model.weights.inner_weights
-    if weights is None:
-        raise ValueError(
-            f"embed_frames is for models whose steps emit frames of codes: a "
-            f"{model.config.architecture} emits tokens"
-        )
-    found = torch.from_numpy(checked_codes(codes, weights.config))
+    inner, weights = _coder(model, "embed_frames"), model.weights.inner_weights
+    assert weights is not None, f"{inner=}"
+    found = torch.from_numpy(checked_codes(codes, inner))
     return sum_of_codes(found.to(weights.frames.device), weights.frames)
 
 
+def delay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
+    """Implements `Engine.delay_frames`."""
+    inner = _coder(model, "delay_frames")
+    found = checked_codes(codes, inner).astype(np.int32)
+    return inner.delayed(found) if isinstance(inner, ParallelHeads) else found
+
+
+def undelay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
+    """Implements `Engine.undelay_frames`."""
+    inner = _coder(model, "undelay_frames")
+    found = checked_codes(codes, inner).astype(np.int32)
+    return inner.undelayed(found) if isinstance(inner, ParallelHeads) else found
+
+
+def _coder(model: Model, call: str) -> FrameCoder:
+    """What draws the model's frames; ValueError, with the call's name, if it emits tokens."""
+    if model.config.inner is None:
+        raise ValueError(
+            f"{call} is for models whose steps emit frames of codes: a "
+            f"{model.config.architecture} emits tokens"
+        )
+    return model.config.inner
+
+
 def checked_codes(
-    codes: npt.ArrayLike | Tensor, inner: InnerDecoder
+    codes: npt.ArrayLike | Tensor, inner: FrameCoder
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Whole frames as int64 [frames, K]; ValueError, with the first wrong code, for others."""
     given = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)

@@ -28,7 +28,7 @@ from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
-from graphengine.models.blocks.norms import LayerNorm, Sandwich
+from graphengine.models.blocks.norms import LayerNorm, NormsByKind, Sandwich
 from graphengine.models.blocks.per_layer.layer_inputs import LayerInput
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.composition import experts_of, named_layers
@@ -207,6 +207,7 @@ def shared_linears(chain: Chain) -> frozenset[str]:
 def _norm_after(step: Step) -> Tensor:
     """Weight of the norm that reads the stream after a block."""
     norm = step.next_norm.following if isinstance(step.next_norm, Sandwich) else step.next_norm
+    norm = norm.sound if isinstance(norm, NormsByKind) else norm
     return norm.weight if isinstance(norm, LayerNorm) else norm
 
 

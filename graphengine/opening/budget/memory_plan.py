@@ -18,7 +18,7 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.models.adapters.table import AdapterSizes, AdapterTable
 from graphengine.models.contract import ModelConfig
-from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.states import checkpoint_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.cache_budget import BlockBytes, FreeMemory, add_caches
@@ -88,7 +88,7 @@ class MemoryPlan:
     graphs: tuple[GraphKey, ...]
     budget: MemoryBudget
     routed: RoutedExperts | None = None
-    inner: InnerDecoder | None = None
+    inner: FrameCoder | None = None
     rings: tuple[WindowRing, ...] = ()
     ring_bytes: int = 0
     recurrent: bool = False

@@ -10,7 +10,7 @@ from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.inventory import RingShape, mailboxes
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids, takes_images
-from graphengine.program.frame_step import inner_fields
+from graphengine.program.frames import frame_fields
 from graphengine.requests.processing import processing_fields
 
 
@@ -68,8 +68,8 @@ def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field
     if config.mode is not None:
         apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(shape.field_sizes))
     if model.inner is not None:
-        own = inner_fields(model.inner, shape.field_sizes)
-        apart["inner decoder's state"] = sum(field.nbytes for field in own)
+        own = frame_fields(model.inner, shape.field_sizes)
+        apart["state of frames"] = sum(field.nbytes for field in own)
     if config.prompt_embeds:
         apart["prompt embeddings"] = next(
             field.nbytes for field in fields if field.name == EMBEDS_FIELD

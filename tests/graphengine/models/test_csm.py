@@ -26,7 +26,7 @@ from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.inner.steps import InnerSteps
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.opening.requirements import check_frames
-from graphengine.program.frame_step import CACHE_FIELD, FrameStep
+from graphengine.program.frame_step import CACHE_FIELD, InnerStep
 
 FRAMES = extent(10, 40)
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True, "max_seq_len": 192}
@@ -247,9 +247,9 @@ def _wrong_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _wrong_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each code is embedded by the codebook before its own."""
-    taken = FrameStep._taken
+    taken = InnerStep._taken
 
-    def take(self: FrameStep, *given: Any) -> Any:
+    def take(self: InnerStep, *given: Any) -> Any:
         weights, table = self._weights, self._weights.codes
         object.__setattr__(weights, "codes", table.roll(self.config.codes, 0))
         try:
@@ -257,7 +257,7 @@ def _wrong_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             object.__setattr__(weights, "codes", table)
 
-    monkeypatch.setattr(FrameStep, "_taken", take)
+    monkeypatch.setattr(InnerStep, "_taken", take)
 
 
 def _wrong_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,6 +435,6 @@ def test_info_shows_the_frame(five: Csm, capsys: pytest.CaptureFixture[str]) -> 
     slots = shown["max_batch"]
     drawn = 3 * (inner.steps - 1) * (-(-slots // 4) * 4)
     held = 4 * (slots * (1 + inner.steps) + math.prod(inner.cache_shape(slots)) + drawn)
-    assert lines["inner decoder's state"] == held and lines["codes of frames"] > 0
+    assert lines["state of frames"] == held and lines["codes of frames"] > 0
     given = 2 * slots * shown["max_seq_len"] * inner.steps
     assert lines["codes that requests give"] == given

@@ -140,13 +140,19 @@ def storing_early(x: torch.Tensor, out: torch.Tensor) -> Op:
 
 def test_planted_faults_are_found() -> None:
     x, y, z, w = tensor(), tensor(), tensor(), tensor()
+    same = {"slot_ptr": tensor(torch.int32)}
     waiting = op(x, y)
     given = {name: value for name, value in waiting.arguments.items() if name != "PDL"}
     without_pdl = replace(waiting, arguments=given, pdl=False)
     cases = [
         ([op(x, y), op(y, z)], []),
         ([made(y), op(y, z)], ["reads x_ptr, which nothing has written"]),
-        ([made(y), op(x, y), op(x, y)], ["writes out_ptr, which nothing has read since"]),
+        (
+            [made(y), op(x, y, **same), op(x, y, **same)],
+            ["writes out_ptr, which nothing has read since"],
+        ),
+        # Lanes of another kind.
+        ([made(y), op(x, y, **same), op(x, y)], []),
         ([op(x, y), op(x, y)], []),
         ([made(y), op(x, z, outputs=Outputs(y)), op(y, z), op(x, y)], []),
         ([op(x, y), op(y, z, EARLY=1)], ["reads x_ptr early, which a launch writes that may"]),

@@ -51,6 +51,9 @@ CONFIGS: Mapping[str, Config] = {
             "backbone_hidden_size": 1024, "max_position_embeddings": 33,
         },
     },
+    "HiggsAudioV2ForConditionalGeneration": {
+        **_DENSE, "num_codebooks": 4, "codebook_size": 1026,
+    },
     "DeepseekV2ForCausalLM": {**SHAPES["deepseek-v2-lite"], **_FEW, "n_routed_experts": 8},
     "DeepseekV3ForCausalLM": {
         **_EXPERTS, **_LATENT, "num_key_value_heads": 8, "scoring_func": "sigmoid",

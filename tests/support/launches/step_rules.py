@@ -108,7 +108,8 @@ class Checked:
     """The state of a walk over a step's launches.
 
     made      memory that the step has made; `written` is that which something has written
-    unread    what no launch has read since it was written: the view, and who wrote it
+    unread    what no launch has read since it was written: the view, who wrote it, and for which
+              lanes
     latest    what the launch before wrote, and those that may still run beside it
     early     whether the launch before starts this one before it waits
     with_slots  memory that was written by launches that read the slots of lanes
@@ -116,7 +117,7 @@ class Checked:
 
     made: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
-    unread: dict[Any, str] = field(default_factory=dict)
+    unread: dict[Any, tuple[str, Any]] = field(default_factory=dict)
     latest: list[Tensor] = field(default_factory=list)
     early: bool = False
     with_slots: set[int] = field(default_factory=set)
@@ -162,14 +163,17 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
     if decode and "PDL" not in op.arguments:
         yield f"{op.name} does not wait for the launch before"
     _forget(state, {_storage(tensors[name]) for name in reads & tensors.keys()})
+    slots = {name for name in reads & tensors.keys() if "slot" in name}
+    lanes = {_view(tensors[name]) for name in slots}
     for name in writes & tensors.keys():
         stream, _, part = name.rpartition(".")
         if part in _OF_STREAM and f"{stream}.x" in reads:
             continue
         view = _view(tensors[name])
-        if view in state.unread and view[0] in state.made:
-            yield f"{op.name} writes {name}, which nothing has read since {state.unread[view]}"
-    slots = {name for name in reads & tensors.keys() if "slot" in name}
+        before, of_lanes = state.unread.get(view, ("", lanes))
+        # Each of two kinds of lanes has slots of its own, and its own rows.
+        if before and of_lanes == lanes and view[0] in state.made:
+            yield f"{op.name} writes {name}, which nothing has read since {before}"
     lists = {name for name in reads & tensors.keys() if _storage(tensors[name]) in state.with_slots}
     if decode and not slots and not lists:
         yield f"{op.name} does not know which lanes are padded"
@@ -177,7 +181,7 @@ def _op_faults(op: Op, state: Checked, decode: bool) -> Iterator[str]:
     state.early = _starts_early(op)
     state.latest = written + (state.latest if state.early else [])
     for tensor in written:
-        state.unread[_view(tensor)] = op.name
+        state.unread[_view(tensor)] = op.name, lanes
         state.written.add(_storage(tensor))
         if slots and tensor.dtype == torch.int32:
             state.with_slots.add(_storage(tensor))
