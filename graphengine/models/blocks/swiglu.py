@@ -299,7 +299,7 @@ class SwigluByKindWeights(SwigluWeights):
         """Every weight tensor."""
         return [*SwigluWeights.tensors(self), *self.text.tensors()]
 
-    def chunk_width(self, lanes: int) -> int:
+    def chunk_width(self, lanes: int | None) -> int:
         """Values of a lane in `PrefillScratch`: with the output of text's."""
         return SwigluWeights.chunk_width(self, lanes) + self.block.hidden_size
 
