@@ -1,8 +1,8 @@
 """Weights of 8 and 4 bits: what checkpoints say of them, and how they are read and made.
 
-schemes, config, compressed_config, gptq_config  what a config says of each linear
-stored_tensors, readers                          a checkpoint's tensors as one kind of weight
-concatenate                                      several linears as one
-forms, filling, cutting                          how a weight is held, filled, and cut for ranks
-rounding, writer                                 making them from 16 bits, and writing checkpoints
+schemes, config, *_config  what a config says of each linear
+stored_tensors, readers    a checkpoint's tensors as one kind of weight
+concatenate                several linears as one
+forms, filling, cutting    how a weight is held, filled, and cut for ranks
+rounding, writer           making them from 16 bits, and writing checkpoints
 """

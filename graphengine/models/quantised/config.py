@@ -15,6 +15,7 @@ from graphengine.models.checkpoints.gguf.file import is_gguf
 from graphengine.models.checkpoints.gguf.tensors import FACTORS
 from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.hf.config_schema import HfConfig, language_model, unsupported
+from graphengine.models.quantised.autoround_config import METHODS, read_autoround
 from graphengine.models.quantised.compressed_config import read_compressed
 from graphengine.models.quantised.gptq_config import read_awq, read_gptq
 from graphengine.models.quantised.schemes import (
@@ -328,6 +329,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation | None]] = {
     "compressed-tensors": read_compressed,
     "awq": read_awq,
     "gptq": read_gptq,
+    **dict.fromkeys(METHODS, read_autoround),
     "mxfp4": _read_mxfp4,
     **dict.fromkeys(_MODELOPT, _read_modelopt),
 }

@@ -1,4 +1,7 @@
-"""Reads configs of AWQ and GPTQ: integers of 4 or 8 bits in groups, packed for a kernel."""
+"""Reads configs of AWQ and GPTQ: integers of 4 or 8 bits in groups, packed for a kernel.
+
+Scales may be negative: AutoRound writes such files in both formats.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +43,10 @@ def read_awq(config: Mapping[str, Any]) -> Quantisation:
     """Read AWQ's gemm layout of 4 bits. ValueError, with key and value, for other layouts."""
     check_keys(config, ABOUT_MAKING + _AWQ_KEYS, _INSIDE)
     config = {"bits": config.get("w_bit", 4), "group_size": config.get("q_group_size"), **config}
-    read_choice(config, "bits", [4], _INSIDE)
-    columns = read_size(config, "group_size", _INSIDE, GROUPS)
-    has_zeros = read_choice(config, "zero_point", [True, False], _INSIDE, True)
     for key in ("version", "format"):
         read_choice(config, key, ["gemm", "GEMM"], _INSIDE, "gemm")
     read_choice(config, "pack_dtype", ["int32"], _INSIDE, "int32")
-    scheme = WeightScheme(
-        layout="awq",
-        kind="int4",
-        format=format_of("int4", 1, columns, has_zeros),
-        codes=("qweight",),
-        scales=("scales",),
-        zeros="qzeros" if has_zeros else None,
-        unread=(),
-    )
+    scheme = awq_scheme(config, _INSIDE)
     skipped = read_names(config, "modules_to_not_convert", _INSIDE)
     listed = among_names(skipped, f"{_INSIDE}.modules_to_not_convert")
     inside_name = [f".{name}." for name in skipped]
@@ -64,6 +56,23 @@ def read_awq(config: Mapping[str, Any]) -> Quantisation:
         return listed(linear) or any(part in f".{linear}." for part in inside_name)
 
     return Quantisation("awq", (Rule(is_head, None), Rule(is_skipped, None), Rule(always, scheme)))
+
+
+def awq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
+    """The gemm layout with these settings. ValueError for others, with the key below `inside`."""
+    read_choice(config, "bits", [4], inside)
+    columns = read_size(config, "group_size", inside, GROUPS)
+    has_zeros = read_choice(config, "zero_point", [True, False], inside, True)
+    return WeightScheme(
+        layout="awq",
+        kind="int4",
+        format=format_of("int4", 1, columns, has_zeros),
+        codes=("qweight",),
+        scales=("scales",),
+        signed=True,
+        zeros="qzeros" if has_zeros else None,
+        unread=(),
+    )
 
 
 def read_gptq(config: Mapping[str, Any]) -> Quantisation:
@@ -78,7 +87,7 @@ def read_gptq(config: Mapping[str, Any]) -> Quantisation:
     skipped = read_names(config, "modules_to_not_convert", _INSIDE)
     rules.append(Rule(among_names(skipped, f"{_INSIDE}.modules_to_not_convert"), None))
     rules += _dynamic_rules(config)
-    scheme = _gptq_scheme(config, _INSIDE)
+    scheme = gptq_scheme(config, _INSIDE)
     blocks = _listed_modules(config)
     if blocks:
         ends = tuple(f".{name}" for name in blocks)
@@ -88,7 +97,8 @@ def read_gptq(config: Mapping[str, Any]) -> Quantisation:
     return Quantisation("gptq", tuple(rules))
 
 
-def _gptq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
+def gptq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
+    """GPTQ's packing with these settings. ValueError for others, with the key below `inside`."""
     bits = read_choice(config, "bits", [*_KINDS], inside)
     columns = read_size(config, "group_size", inside, GROUPS)
     symmetric = read_choice(config, "sym", [True, False], inside, True)
@@ -102,6 +112,7 @@ def _gptq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
         format=format_of(name, 1, columns, not symmetric),
         codes=("qweight",),
         scales=("scales",),
+        signed=True,
         zeros="qzeros",
         zero_shift=0 if kind == "gptq_v2" else 1,
         order="g_idx",
@@ -126,7 +137,7 @@ def _dynamic_rules(config: Mapping[str, Any]) -> list[Rule]:
         if not isinstance(changes, dict):
             raise unsupported(f"{inside}.{key}", changes, "a JSON object")
         check_keys(changes, "bits group_size sym desc_act mse", f"{inside}.{key}")
-        rules.append(Rule(matches, _gptq_scheme({**config, **changes}, f"{inside}.{key}")))
+        rules.append(Rule(matches, gptq_scheme({**config, **changes}, f"{inside}.{key}")))
     return rules
 
 

@@ -285,7 +285,8 @@ def _transposed_scales(
     (rows, columns), kind = shape, scheme.format
     groups = kind.groups(rows, columns)[1]
     why = f"of {groups} groups of {kind.columns or columns} columns and {rows} rows"
-    return stored.take_scales(scheme.scales, [(groups, rows)], KINDS[scheme.kind].scales, why).T
+    dtypes = KINDS[scheme.kind].scales
+    return stored.take_scales(scheme.scales, [(groups, rows)], dtypes, why, signed=scheme.signed).T
 
 
 def _read_halves(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:

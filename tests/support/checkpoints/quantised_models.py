@@ -155,6 +155,37 @@ def gptq_kind(
     return Kind(config, store)
 
 
+def autoround_kind(packing: str, columns: int = 32) -> Kind:
+    """AutoRound's symmetric rounding: of each group the number farthest from 0 has the code 0, so
+    that the scale of a group whose largest number is positive is negative.
+    """
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        weight = (torch.randn(M, K) * SIZE / 2).view(M, -1, columns)
+        farthest = weight.gather(2, weight.abs().argmax(2, keepdim=True))
+        scales = (farthest[:, :, 0] / -8).half()
+        assert (scales < 0).any() and (scales > 0).any()
+        codes = (torch.round(weight / scales.float()[:, :, None]) + 8).clamp(0, 15)
+        codes, zeros = codes.view(M, K).long(), torch.full(scales.shape, 8)
+        groups = torch.arange(K) // columns
+        meant = meaning(codes, zeros, scales, groups)
+        if packing.endswith("awq"):
+            return Stored(below(awq_tensors, codes, zeros, scales), meant)
+        return Stored(below(gptq_tensors, codes, zeros, scales, groups, 4, less_one=True), meant)
+
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": packing,
+        "bits": 4,
+        "group_size": columns,
+        "sym": True,
+        "data_type": "int",
+        "autoround_version": "0.9.2",
+        "block_name_to_quantize": "model.layers",
+    }
+    return Kind(config, store)
+
+
 def input_seed(linear: str) -> torch.Generator:
     """A seed that is equal for linears of one input, whose columns are rounded in one order."""
     block, _, name = linear.rpartition(".")
@@ -365,6 +396,8 @@ KINDS: dict[str, Kind] = {
     "bitsandbytes int8": int8_kind(),
     "bitsandbytes nf4": nf4_kind(nested=False),
     "bitsandbytes nested nf4": nf4_kind(nested=True),
+    "autoround as gptq": autoround_kind("auto_round:auto_gptq"),
+    "autoround as awq": autoround_kind("auto_round:auto_awq"),
 }
 """By name."""
 

@@ -243,8 +243,8 @@ def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
     [
         ("gptq", "quantization_config='gptq': supported: a JSON object, null"),
         ({"quant_method": "hqq"}, "quant_method='hqq': supported: 'fp8', 'fbgemm_fp8', "
-         "'bitsandbytes', 'compressed-tensors', 'awq', 'gptq', 'mxfp4', 'modelopt', "
-         "'modelopt_fp4', 'torchao'"),
+         "'bitsandbytes', 'compressed-tensors', 'awq', 'gptq', 'auto-round', 'intel/auto-round', "
+         "'mxfp4', 'modelopt', 'modelopt_fp4', 'torchao'"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': supported: 'e4m3'"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\]: supported: \[rows, col"),
         (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\]"),
