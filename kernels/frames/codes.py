@@ -64,6 +64,7 @@ def take_code(
     x_JNI: torch.Tensor,
     *,
     place: int,
+    first_UH: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Draw code `place` of each live lane's frame out of its tiles, note and embed it; one launch.
@@ -77,6 +78,8 @@ def take_code(
         table_MH: any float dtype, dense rows: row k * V + c embeds code c at place k.
         x_JNI: float32, dense: the next runs' streams; live lanes become 0.
         place: 0 to K - 2.
+        first_UH: the first codebook, with a number of codes of its own; the table then has the
+            others. None: the table has all.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
@@ -84,7 +87,7 @@ def take_code(
         written. ValueError for a shape or dtype that does not fit.
     """
     lanes = slot_N.numel()
-    codes = _check(best_NC, health_NC, slot_N, frame_KN, code_SK, table_MH)
+    codes = _check(best_NC, health_NC, slot_N, frame_KN, code_SK, table_MH, first_UH)
     places = code_SK.shape[1]
     if not 0 <= place < places - 1:
         raise ValueError(f"{place=} of a frame of {places} codes: 0 to {places - 2} are embedded")
@@ -94,8 +97,21 @@ def take_code(
         raise ValueError(f"x must be a dense float32 [J, {lanes}, I], not {x_JNI.dtype} {shape}")
     if not use_triton(slot_N):
         return take_code_reference(
-            best_NC, health_NC, slot_N, frame_KN, code_SK, table_MH, x_JNI, place=place
+            best_NC,
+            health_NC,
+            slot_N,
+            frame_KN,
+            code_SK,
+            table_MH,
+            x_JNI,
+            place=place,
+            first_UH=first_UH,
         )
+    book = place
+    if first_UH is not None:
+        book = max(0, place - 1)
+        if place == 0:
+            table_MH, codes = first_UH, first_UH.shape[0]
     H, tiles = table_MH.shape[1], best_NC.shape[1]
     embedded_NH = table_MH.new_empty(lanes, H)
     launcher(_take_code_kernel, (lanes,))(
@@ -112,6 +128,7 @@ def take_code(
         lanes,
         codes,
         PLACE=place,
+        BOOK=book,
         K=places,
         H=H,
         J=shape[0],
@@ -135,6 +152,7 @@ def take_code_reference(
     x_JNI: torch.Tensor,
     *,
     place: int,
+    first_UH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain twin of `take_code`."""
     live = live_lanes(slot_N)
@@ -142,9 +160,10 @@ def take_code_reference(
     frame_KN[place, live] = code
     code_SK[slot_N[live].long(), place] = code
     x_JNI[:, live] = 0
-    codes = table_MH.shape[0] // code_SK.shape[1]
-    known = (code >= 0) & (code < codes)
-    rows = table_MH[place * codes + code.where(known, 0).long()]
+    books = code_SK.shape[1] - (first_UH is not None)
+    table = [*([] if first_UH is None else [first_UH]), *table_MH.chunk(books)][place]
+    known = (code >= 0) & (code < len(table))
+    rows = table[code.where(known, 0).long()]
     embedded_NH = table_MH.new_empty(slot_N.numel(), table_MH.shape[1])
     embedded_NH[live] = rows.masked_fill(~known[:, None], float("nan"))
     return embedded_NH
@@ -243,6 +262,7 @@ def _check(
     frame_KN: torch.Tensor,
     code_SK: torch.Tensor,
     table_MH: torch.Tensor | None = None,
+    first_UH: torch.Tensor | None = None,
 ) -> int:
     """V, 0 without a table; ValueError unless everything fits."""
     lanes = slot_N.numel()
@@ -251,7 +271,7 @@ def _check(
     codes = 0
     if table_MH is not None:
         check_rows(table=table_MH)
-        codes = check_codes(code_SK, table_MH)
+        codes = check_codes(code_SK, table_MH, first_UH)
     places = code_SK.shape[-1]
     shape, dtype = tuple(frame_KN.shape), frame_KN.dtype
     if shape != (places, lanes) or dtype != torch.int32 or not frame_KN.is_contiguous():
@@ -274,6 +294,7 @@ def _take_code_kernel(
     lanes,
     codes,
     PLACE: tl.constexpr,
+    BOOK: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -301,7 +322,7 @@ def _take_code_kernel(
 
     h = tl.arange(0, BLOCK_H)
     known = live & (code >= 0) & (code < codes)
-    source = table_ptr + (PLACE * codes + code).to(tl.int64) * table_stride + h
+    source = table_ptr + (BOOK * codes + code).to(tl.int64) * table_stride + h
     row_H = tl.load(source, mask=known & (h < H), other=float("nan"))
     tl.store(embedded_ptr + lane.to(tl.int64) * H + h, row_H, mask=live & (h < H))
 
