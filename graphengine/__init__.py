@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphengine.options.code_sampling import CodeSampling
     from graphengine.options.draft_trees import DynamicTree
     from graphengine.options.draft_vocabulary import DraftVocabulary
+    from graphengine.options.frames import Feed
     from graphengine.options.jump_forward import JumpForward
     from graphengine.parallel.ranks import RankFailed
     from graphengine.policies.policy import Policy
@@ -60,6 +61,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Event",
+    "Feed",
     "GateOptions",
     "GridEmbeds",
     "ImageEmbeds",
@@ -98,6 +100,7 @@ _HOMES = {
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.requests.request",
+    "Feed": "graphengine.options.frames",
     "GateOptions": "graphengine.speculative",
     "JumpForward": "graphengine.options.jump_forward",
     "Logprob": "graphengine.requests.result",

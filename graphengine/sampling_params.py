@@ -23,7 +23,7 @@ from graphengine.options.code_sampling import (
     CodeSampling,
     DrawnCode,
 )
-from graphengine.options.forced_codes import ForcedCodes
+from graphengine.options.frames import Feed, ForcedCodes
 from graphengine.options.logits_params import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -296,8 +296,18 @@ class SamplingParams:
         hashed=False,
     )
 
+    feed: Feed | None = option(
+        None,
+        doc="""embeddings that are added to the frames of a reply, for a model into which text
+        streams while it speaks: `Feed`, with the pad for frames without one; `Engine.feed` gives
+        more; None: none, for other models""",
+        hashed=False,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
+        if not isinstance(self.feed, Feed | None):
+            raise ValueError(f"feed={shown(self.feed)} must be a Feed, or None")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError(f"max_tokens=0 must {_MAX_TOKENS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -489,6 +489,11 @@ def _check_sessions(core: EngineCore) -> None:
         raise ValueError(
             f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
         )
+    if core.intake.inner is not None and core.intake.inner.fed:
+        raise ValueError(
+            "embeddings stream into the frames of this model: it has no sessions, give earlier "
+            "turns as embeddings in the prompt"
+        )
     if core.intake.inner is not None and core.intake.embeds is None:
         raise ValueError(
             f"each step of this model emits a frame of {core.intake.inner.steps} codes, which "

@@ -119,6 +119,12 @@ def moe_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def talker_inputs() -> dict[str, torch.Tensor]:
+    """What a talker is given."""
+    prompt, text = torch.randn(5, 72), torch.randn(4, 72)
+    return {"talker_prompt": prompt, "trailing_text": text, "text_pad": text[-1]}
+
+
 def shortened(generate: Callable[..., Any]) -> Callable[..., Any]:
     """`Engine.generate`, where an answer without a limit is not as long as the engine can hold."""
 
@@ -143,6 +149,7 @@ def test_the_code_of_a_page_runs(
         "params": SamplingParams(max_tokens=4),
         "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
         "serve_for_a_while": lambda engine: engine.generate("x", SamplingParams(max_tokens=2)),
+        "talker_path": "demo", **talker_inputs(),
     }  # fmt: skip
     assert names.keys() == READER.keys(), "what is run and what is type-checked differ"
     names |= {"Engine": Engine, "SamplingParams": SamplingParams}
@@ -157,10 +164,13 @@ def test_the_code_of_a_page_runs(
     if page == "docs/speech.md":
         from checkpoints.csm_models import write_csm
         from checkpoints.higgs_models import BEGIN, write_higgs
+        from checkpoints.talker_models import write_talker
 
         write_csm(tmp_path, codebooks=4)
         write_higgs(tmp_path / "higgs-audio", codebooks=4)
         names |= {"path": tmp_path, "prompt": [1, 2, 3, BEGIN]}
+        write_talker(tmp_path / "talker", 4)
+        names |= {"talker_path": tmp_path / "talker", **talker_inputs()}
     if page == "docs/adapters.md":
         for seed, name in enumerate(("sql", "prose")):
             write_adapter(tmp_path / "adapters" / name, checkpoint_path(), rank=2, seed=seed)

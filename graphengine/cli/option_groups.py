@@ -20,6 +20,7 @@ REQUEST_GROUPS: Groups = {
         "seed",
         "codes",
         "forced_codes",
+        "feed",
     ),
     "Where the output ends": (
         "max_tokens",

@@ -34,6 +34,7 @@ from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.scheduling import new_scheduler
+from graphengine.program.feeds import new_feeds
 from graphengine.program.fields import (
     adapter_updates,
     draft_updates,
@@ -143,6 +144,7 @@ class EngineCore:
             defaults=defaults,
             grammar_pool=runtime.grammar_pool,
         )
+        self._feeds = new_feeds(runtime.buffers.fields, config.max_batch, self.counters)
         self.in_flight: deque[tuple[Replay, ...]] = deque()
         self.launches = 0
         # The replays that the last step launched last.
@@ -413,6 +415,8 @@ class EngineCore:
             assert self.runtime.codes is not None, "frames have a mailbox"
             updates |= frame_updates(slots, self.intake.inner)
             updates[GIVEN_FIELD] = self.runtime.codes.given.updates(slots)
+        if self._feeds is not None:
+            updates |= self._feeds.updates(plan, slots)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)

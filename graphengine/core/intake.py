@@ -28,7 +28,12 @@ from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.adapters import Adapters
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
-from graphengine.requests.frames import check_frame_prompt, given_frames, read_frame_params
+from graphengine.requests.frames import (
+    check_frame_prompt,
+    given_frames,
+    new_streamed_rows,
+    read_frame_params,
+)
 from graphengine.requests.grammar_pool import DeviceGuide, GrammarPool, TableGuide
 from graphengine.requests.grammars import Grammars, Guide
 from graphengine.requests.job import Job
@@ -134,6 +139,7 @@ class Intake:
         self.embeds = embeds
         self._recorded = memory.routed
         self._block_size = memory.block_size
+        self._dtype = memory.dtype
         self._cancelled = cancelled
         self._seeds = random.Random(config.seed)
         self._grammars = Grammars(
@@ -203,6 +209,7 @@ class Intake:
         loaded = self.adapters.find(adapter)
         drawn_codes = read_frame_params(params, self.inner)
         check_frame_prompt(prompt.ids, self.inner)
+        streamed = new_streamed_rows(params.feed, self.inner, self._dtype)
         stops = self._stops(params)
         self._check_new_tokens(params)
         self._check_length(len(prompt.ids))
@@ -256,6 +263,7 @@ class Intake:
                 frame_size=0 if self.inner is None else self.inner.steps,
                 given_codes=given_codes,
                 drawn_codes=drawn_codes,
+                streamed=streamed,
             ),
         )
 

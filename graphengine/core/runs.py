@@ -22,13 +22,16 @@ from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_one_prompt
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.models.inner.given_frames import delay_frames, embed_frames, undelay_frames
-from graphengine.options.checks import check_callable
+from graphengine.options.checks import check_callable, shown
 from graphengine.prompts import Prompt, is_batch
+from graphengine.requests.frames import bits_of
 from graphengine.requests.request import Event, Request
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 
 Progress = Callable[[int, int], None]
+LATE = "feed/late"
+"""Counter of frames that got the pad although a row came later."""
 
 
 class Submit(Protocol):
@@ -226,6 +229,32 @@ def _check_ended(core: EngineCore, last: Event | None) -> None:
         core.check_open()
 
 
+def _feed(core: EngineCore, request: object, embeds: Tensor) -> int:
+    """Implements `Engine.feed`."""
+    core.check_open()
+    if not isinstance(request, Request):
+        raise ValueError(f"request={shown(request)} must be a Request")
+    inner = core.intake.inner
+    if inner is None or not inner.fed:
+        raise ValueError(
+            f"feed is for models that add an embedding to each frame while they speak: a "
+            f"{core.runtime.model.config.architecture} does not"
+        )
+    scheduler = core.scheduler
+    if request.finish_reason is not None:
+        raise ValueError(
+            f"request {request.id} has ended ({request.finish_reason!r}): nothing streams into it"
+        )
+    if not any(request is each for each in (*scheduler.active, *scheduler.waiting)):
+        raise ValueError(f"request {request.id} is of another engine")
+    streamed = request.job.streamed
+    assert streamed is not None, f"{request!r} takes rows"
+    late = streamed.late
+    first = streamed.add(bits_of("embeds", embeds, inner, core.memory.dtype))
+    core.counters[LATE] += streamed.late - late
+    return first
+
+
 class FrameCalls:
     """The calls of an engine about frames of codes."""
 
@@ -272,3 +301,21 @@ class FrameCalls:
         """
         self.core.check_open()
         return undelay_frames(self.core.runtime.model, codes)
+
+    def feed(self, request: Request, embeds: Tensor) -> int:
+        """Have embeddings stream into the frames of a reply while it is spoken; see `Feed`.
+
+        embeds  [n, hidden size] of floating point on any device, copied at once: those of the
+                frames after the last one that has a row
+
+        Where all rows that came before are used up, the first of these is for the first frame whose
+        step is not launched: frames that were launched keep the pad. They are launched only by
+        `step()`: when it has returned frame i, those up to i + (lookahead + 1) x steps_per_launch
+        at most.
+
+        Returns the number of the frame that the first of these rows is added to, counted from 0.
+
+        ValueError for other models, for a request that has ended or is of another engine, for
+        another shape, and for numbers that are not finite.
+        """
+        return _feed(self.core, request, embeds)

@@ -118,7 +118,7 @@ class Composition(ABC):
     @property
     def head_rows(self) -> int:
         """Rows of lm_head."""
-        return self.vocab_size if self.inner is None else self.inner.codes
+        return self.vocab_size if self.inner is None else self.inner.head_rows
 
     @property
     def by_kind(self) -> bool:

@@ -565,7 +565,7 @@ class DecoderConfig(Composition):
         embedding = new(self.vocab_size if embeds else 1, hidden)
         inner = None
         if self.inner is not None:
-            inner = allocate_frames(self.inner, device=device, dtype=dtype)
+            inner = allocate_frames(self.inner, embedding, device=device, dtype=dtype)
         lm_head: AnyWeight = embedding
         if isinstance(inner, HeadsWeights):
             lm_head = inner.first

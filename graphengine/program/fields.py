@@ -23,6 +23,7 @@ from graphengine.kernels.core.lanes import BITS
 from graphengine.models.contract import ModelConfig
 from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.states import LayerStates, recurrent_fields
+from graphengine.program.feeds import fed_fields
 from graphengine.program.frames import frame_fields
 from graphengine.program.relaxed import relaxed_field
 from graphengine.prompt_embeds import Embeds
@@ -185,6 +186,7 @@ def engine_fields(
         fields += _adapter_fields(sizes)
     if inner is not None:
         fields += frame_fields(inner, sizes)
+        fields += fed_fields(inner, sizes, config.steps_per_launch)
     return fields
 
 

@@ -48,6 +48,7 @@ from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.options.code_sampling import DrawnCode
 from graphengine.program.code_logprobs import CodeLogprobs
+from graphengine.program.feeds import fed_rows
 from graphengine.program.graph_key import Sampler
 from graphengine.requests.request import Request
 
@@ -145,6 +146,7 @@ class FrameStep(ABC):
     mailbox   receives the codes, in the layout of experts' ids: K layers of one id each
     logprobs  receives their log-probabilities, K items for each lane
     sampled   whether these may be of what codes are drawn from
+    first_codes  codes of the first codebook where these are the model's ids, else 0
     """
 
     plans: LinearPlans
@@ -163,6 +165,9 @@ class FrameStep(ABC):
         sampled: bool,
     ) -> None:
         self._frames, self._launch = weights.frames, launch
+        self._first_book = weights.first_book
+        self._fed = fed_rows(weights.config, buffers, weights.frames.dtype)
+        self.first_codes = weights.config.first_codes
         self._codes, self._eps = buffers[CODES_FIELD], eps
         self._given, self._given_until = given, buffers[GIVEN_FIELD]
         self._mailbox, self._sequence = mailbox, buffers["sequence"]
@@ -189,8 +194,20 @@ class FrameStep(ABC):
         return ", ".join(f"{name} {plan}" for name, plan in self.plans.items())
 
     def begin(self, lanes: DecodeLanes, norm_H: Tensor, residual: Residual) -> None:
-        """Begin a decode step's stream with the embedding of each lane's last frame."""
-        embed_frames(self._codes, self._frames, lanes.slot, norm_H, residual, pdl=self._launch.pdl)
+        """Begin a decode step's stream with the embedding of each lane's last frame, and what is
+        fed to it.
+        """
+        embed_frames(
+            self._codes,
+            self._frames,
+            lanes.slot,
+            norm_H,
+            residual,
+            first_UH=self._first_book,
+            fed=self._fed,
+            position_N=lanes.position,
+            pdl=self._launch.pdl,
+        )
 
     @abstractmethod
     def draw(
@@ -291,8 +308,10 @@ class InnerStep(FrameStep):
         pdl: bool,
     ) -> Tensor:
         """Note and embed the code of these tiles."""
-        table = self._weights.codes
-        return take_code(*tiles, slot, frame, self._codes, table, x, place=place, pdl=pdl)
+        table, first = self._weights.codes, self._first_book
+        return take_code(
+            *(*tiles, slot, frame, self._codes, table, x), place=place, first_UH=first, pdl=pdl
+        )
 
     def _tiles(
         self,

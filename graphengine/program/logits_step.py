@@ -185,6 +185,10 @@ class LogitsStep:
             top=self._top,
             pdl=pdl,
         )
+        self.note(lanes, token, count, pdl=pdl)
+
+    def note(self, lanes: DecodeLanes, token: Tensor, count: Tensor, *, pdl: bool = False) -> None:
+        """Note the step's tokens, as `report` does: penalties and bans of later ones read them."""
         tables = (self._tensors.counts, self.history)
         note_tokens(token, count, lanes, *tables, followed=self._followed, pdl=pdl)
 

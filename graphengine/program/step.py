@@ -191,6 +191,8 @@ class StepProgram:
                 move_path(cache, self.states.block_table, step.path, **shape, pdl=pdl)
         if processed is not None and frame is None:
             options.report(processed, step.token_N, step.count_R, path=step.path, pdl=pdl)
+        if processed is not None and self._notes_first_codes:
+            options.note(lanes, step.token_N, step.count_R, pdl=pdl)
         if self.routing is not None and routes is not None:
             self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
         if self.frames is not None and frame is not None:
@@ -203,6 +205,11 @@ class StepProgram:
             options.draft_forced(lanes.slot, width=1 + drafts, pdl=pdl)
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
+
+    @property
+    def _notes_first_codes(self) -> bool:
+        """Whether requests have options of tokens for the first codes of frames."""
+        return self.frames is not None and self.frames.first_codes > 0
 
     @property
     def _draft_table(self) -> Tensor | None:
@@ -315,6 +322,8 @@ class StepProgram:
         publish(self.mailbox.tensor, self.state, sampled, flags, slot)
         if processed is not None and frame is None:
             self.logits_step.report(processed, sampled, flags & EMITTED)
+        if processed is not None and self._notes_first_codes:
+            self.logits_step.note(processed.lanes, sampled, flags & EMITTED)
         if kind == "prompt":
             assert hidden is not None, f"{kind=}"
             next_tokens = following_tokens(chunk, buffers["prefill_next"])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from graphengine.requests.adapters import LoadedAdapter
     from graphengine.requests.context import Context, HeldRing, SharedPrompt, StateCheckpoint
+    from graphengine.requests.frames import StreamedRows
     from graphengine.requests.grammars import AnyGuide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
@@ -123,6 +124,7 @@ class Job:
     frame_size   codes of a frame; 0 where a step emits tokens
     given_codes  int16 [F, K]: codes of its first frames, -1 for those that are drawn; None: all are
     drawn_codes  how each code after a frame's first is drawn
+    streamed     the embeddings that stream into its frames; None: the model takes none
     """
 
     prompt_len: int
@@ -157,6 +159,7 @@ class Job:
     frame_size: int = 0
     given_codes: NDArray[np.int16] | None = None
     drawn_codes: tuple[DrawnCode, ...] = ()
+    streamed: StreamedRows | None = None
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_len - self.prompt_len
@@ -180,6 +183,8 @@ class Job:
         """Give back what a finished request no longer uses: its handle may live long."""
         self.block_keys = None
         self.embeds = NO_EMBEDS
+        if self.streamed is not None:
+            self.streamed.forget()
         if self.guide is not None:
             self.guide.release()
 

@@ -202,6 +202,18 @@ class Request:
         stream = self.job.stream
         return "" if stream is None else stream.text
 
+    @property
+    def fed_frames(self) -> tuple[int, ...]:
+        """The frame of each row of its `feed`, counted from 0, past its end too."""
+        streamed = self.job.streamed
+        return () if streamed is None else tuple(streamed.frames)
+
+    @property
+    def padded_frames(self) -> int:
+        """How many of its frames so far were followed by a step that read the pad of its `feed`."""
+        streamed = self.job.streamed
+        return 0 if streamed is None else streamed.padded(max(0, len(self.job.tokens) - 1))
+
     def cancel(self) -> None:
         """End the request: the next `step()` frees its slot and reports it as "cancelled".
 

@@ -55,7 +55,7 @@ VLLM_DEFAULTS = {
 # What vLLM has no name for: it changes nothing unless it is given.
 OWN_DEFAULTS = {
     "top_n_sigma": 0.0, "remove_eos": False, "add_bos": None, "stop_token_sequences": (),
-    "codes": None, "forced_codes": None,
+    "codes": None, "forced_codes": None, "feed": None,
 }  # fmt: skip
 DEFAULTS = VLLM_DEFAULTS | OWN_DEFAULTS
 

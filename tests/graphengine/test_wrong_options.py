@@ -13,9 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engines.small_engine import assert_idle
-from graphengine import CodeSampling, Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from graphengine import (
+    CodeSampling,
+    Engine,
+    EngineConfig,
+    Feed,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from graphengine.kernels.step.record import MAX_DRAFTS
 from graphengine.speculative import GateOptions, NGram, RelaxedAcceptance
 
@@ -77,6 +85,7 @@ WRONG: dict[str, list[Any]] = {
         [[2**15]], [[10**20]], [[1, 2], [3]], [[[1]]],
     ],
     "codes": [5, "x", {}, [], True, object(), CodeSampling, [CodeSampling()]],
+    "feed": [5, "x", {}, [], True, object(), Feed, torch.zeros(2, 4)],
 }  # fmt: skip
 """By option: values that `SamplingParams` refuses."""
 

@@ -28,12 +28,17 @@ READER = {
     "schema": "dict[str, object]",
     "path": "str",
     "serve_for_a_while": "Callable[[Engine], object]",
+    "talker_path": "str",
+    "talker_prompt": "Tensor",
+    "trailing_text": "Tensor",
+    "text_pad": "Tensor",
 }
 """What the reader of a page has before its first block, and the type of each."""
 
 _IMPORTS = (
     "from collections.abc import Callable",
     "from graphengine import Engine, SamplingParams",
+    "from torch import Tensor",
 )
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -58,7 +58,8 @@ _BASE_MODEL_PARTS = (
     *("wte.", "wpe.", "ln_f.", "embed_in.", "final_layer_norm."),
 )
 # Prefixes of a language model's names in a checkpoint with a vision tower, and in one without; then
-# those of Nemotron-H, CSM and GPT-NeoX, and of GPT-2 as a whole and as a base model saved alone.
+# those of Nemotron-H, CSM, GPT-NeoX and Qwen3-Omni's talker, and of GPT-2 as a whole and as a base
+# model saved alone.
 _LANGUAGE_MODELS = {
     # So transformers 5.23 saves Kimi K2.5, whose published files have layers.
     "language_model.model.blocks.": "model.layers.",
@@ -70,6 +71,10 @@ _LANGUAGE_MODELS = {
     "backbone_model.": "model.",
     "gpt_neox.": "model.",
     "embed_out.": "lm_head.",
+    "codec_head.": "lm_head.",
+    "talker.codec_head.": "lm_head.",
+    "talker.model.": "model.",
+    "talker.code_predictor.": "code_predictor.",
     "transformer.h.": "model.layers.",
     "transformer.": "model.",
     "h.": "model.layers.",

@@ -369,6 +369,16 @@ HIGGS_KEYS = (
 )
 """The keys of `config.json` that are read for Higgs Audio besides Llama's."""
 
+TALKER_KEYS = (
+    # Of the whole model.
+    Key("talker_config", "object", default=None, null=True),
+    Key("text_config", "object", default=None, null=True),
+    Key("code_predictor_config", "object", default=None, null=True),
+    Key("num_code_groups", "integer", (2, 127), default=32),
+    Key("codec_eos_token_id", "integer", (0, INT32_MAX), default=4198),
+)
+"""The keys of Qwen3-Omni's talker that are read beside those of its two decoders."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -503,7 +513,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT_BIGCODE_KEYS, *GPT_NEOX_KEYS),
-        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS, *CSM_KEYS, *HIGGS_KEYS),
+        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS, *CSM_KEYS, *HIGGS_KEYS, *TALKER_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS | HUNYUAN_MOE_KEYS
@@ -514,9 +524,10 @@ def unknown_keys(config: HfConfig) -> list[str]:
     names = [name for name in config if name not in known]
     if isinstance(text, dict):
         names += [f"text_config.{name}" for name in unknown_keys(text)]
-    depth = config.get("depth_decoder_config")
-    if isinstance(depth, dict):
-        names += [f"depth_decoder_config.{name}" for name in unknown_keys(depth)]
+    for inside in ("depth_decoder_config", "talker_config", "code_predictor_config"):
+        nested = config.get(inside)
+        if isinstance(nested, dict):
+            names += [f"{inside}.{name}" for name in unknown_keys(nested)]
     rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, *HARMLESS_OF_ROPE}
     rope_keys |= NEUTRAL_ROPE.keys() | _FACTORS_OF_ROPE.keys()
     for name in ("rope_parameters", "rope_scaling"):

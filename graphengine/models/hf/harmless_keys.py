@@ -14,6 +14,14 @@ _HARMLESS = """
     im_newline_id text_start_id text_end_id video_start_id video_end_id mask_init_id
     num_media_embeds audio_token_id audio_eos_token_id codebook_pad_token_id codec_config
 
+    accept_hidden_layer audio_start_token_id codec_bos_id codec_nothink_id codec_pad_id
+    codec_think_bos_id codec_think_eos_id position_id_per_seconds speaker_id thinker_hidden_size
+    audio_end_token_id seconds_per_chunk codec_think_id codec_language_id spk_id spk_is_dialect
+    text_hidden_size tokenizer_type tts_model_size tts_model_type speaker_encoder_config
+    thinker_config code2wav_config enable_audio_output im_start_token_id im_end_token_id
+    tts_bos_token_id tts_eos_token_id tts_pad_token_id system_token_id user_token_id
+    assistant_token_id
+
     attention_dropout attention_probs_dropout_prob classifier_dropout dropout embd_pdrop
     embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout
     initializer_cutoff_factor initializer_factor initializer_range init_std
@@ -90,5 +98,6 @@ OF_IMAGES = (
 )
 """Keys of towers and of their tokens, beside the config of a language model."""
 
-HARMLESS_OF_ROPE = ("finetuned", "max_position_embeddings")
-"""Keys among those of RoPE that say what it was made for; no frequency follows from them."""
+HARMLESS_OF_ROPE = ("finetuned", "max_position_embeddings", "interleaved")
+"""Keys among those of RoPE that say what it was made for, or how Qwen's talkers share out its axes,
+for which their family knows one way; no frequency follows from them."""

@@ -7,6 +7,7 @@ frame that ends a request (`end_token`), and weights with the embeddings of code
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.inner.parallel_heads import HeadsWeights, ParallelHeads, allocate_heads
@@ -16,8 +17,13 @@ FrameCoder = InnerDecoder | ParallelHeads
 FrameWeights = InnerWeights | HeadsWeights
 
 
-def allocate_frames(config: FrameCoder, *, device: str, dtype: torch.dtype) -> FrameWeights:
-    """Uninitialised weights; `device="meta"` allocates nothing."""
+def allocate_frames(
+    config: FrameCoder, embedding: Tensor, *, device: str, dtype: torch.dtype
+) -> FrameWeights:
+    """Uninitialised weights; `device="meta"` allocates nothing.
+
+    embedding  the model's, which may be that of an inner decoder's first codebook
+    """
     if isinstance(config, ParallelHeads):
         return allocate_heads(config, device=device, dtype=dtype)
-    return allocate_inner(config, device=device, dtype=dtype)
+    return allocate_inner(config, embedding, device=device, dtype=dtype)

@@ -19,7 +19,7 @@ def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
     inner, weights = _coder(model, "embed_frames"), model.weights.inner_weights
     assert weights is not None, f"{inner=}"
     found = torch.from_numpy(checked_codes(codes, inner))
-    return sum_of_codes(found.to(weights.frames.device), weights.frames)
+    return sum_of_codes(found.to(weights.frames.device), weights.frames, weights.first_book)
 
 
 def delay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
@@ -56,10 +56,11 @@ def checked_codes(
             f"codes={shown(codes)} of shape {list(given.shape)} and {given.dtype} must be integers "
             f"[frames, {inner.steps}]"
         )
-    wrong = np.argwhere((given < 0) | (given >= inner.codes))
+    books = np.array(inner.codebooks)
+    wrong = np.argwhere((given < 0) | (given >= books))
     if len(wrong):
         frame, place = wrong[0]
         raise ValueError(
-            f"codes[{frame}][{place}] is {given[frame, place]}: a codebook has {inner.codes} codes"
+            f"codes[{frame}][{place}] is {given[frame, place]}: a codebook has {books[place]} codes"
         )
     return given.astype(np.int64)

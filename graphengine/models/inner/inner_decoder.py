@@ -24,12 +24,13 @@ BLOCK = 16
 class InnerNames(NamedTuple):
     """Names of the tensors in a checkpoint; those of linears and norms without ".weight".
 
-    frames      `[K * V, H]`, embeddings of the codes of a frame, whose sum the model reads
-    codes       `[K * V, H]`, embeddings of codes as the inner decoder reads them
-    projection  `[I, H]`, of all that the inner decoder reads
+    frames      `[K * V, H]`, embeddings of the codes of a frame, whose sum the model reads; with
+                "{}", `[V, H]` of each codebook by its number, from 0 on: those after the first
+    codes       the same as the inner decoder reads it
+    projection  `[I, H]`, of all that the inner decoder reads; "": it reads it as it is, and I is H
     layers      prefix of the layers, before their numbers
     norm        of the inner decoder's output
-    heads       `[K - 1, I, V]`, a head for each code but the first
+    heads       `[K - 1, I, V]`, a head for each code but the first; with "{}", `[V, I]` of each
     """
 
     frames: str
@@ -49,6 +50,8 @@ class InnerDecoder:
 
     steps        K, codes of a frame: the model's head gives the first, the inner decoder the others
     codes        V
+    first_codes  U, codes of the first codebook, where they are the ids of the model and have its
+                 embedding; 0: the first codebook has V codes, like the others
     width        H
     hidden_size  I
     layers       the same weights at all positions
@@ -56,6 +59,8 @@ class InnerDecoder:
     judged       a frame ends the request if its first `judged` codes are the end code
     tied         whether the model and the inner decoder share the embeddings of codes
     stored       the names under which a checkpoint has shared embeddings
+    fed          whether an embedding that streams in is added to that of each frame
+    projection_bias  whether the projection has a bias
     end_token    the id that stands for the frame that ends a request, among the model's ids
     """
 
@@ -71,10 +76,23 @@ class InnerDecoder:
     names: InnerNames
     tied: bool = True
     stored: tuple[str, ...] = ()
+    first_codes: int = 0
+    fed: bool = False
+    projection_bias: bool = False
 
     @property
     def end_token(self) -> int:
-        return self.codes
+        return self.end_code if self.first_codes else self.codes
+
+    @property
+    def head_rows(self) -> int:
+        """Codes that the model's own head knows."""
+        return self.first_codes or self.codes
+
+    @property
+    def codebooks(self) -> tuple[int, ...]:
+        """Codes of each of the K codebooks."""
+        return (self.head_rows, *(self.codes,) * (self.steps - 1))
 
     @property
     def attention(self) -> GroupedQueryAttention:
@@ -97,7 +115,7 @@ class InnerDecoder:
 
     def named_as(self, tensors: Collection[str]) -> Self:
         """This decoder with the names that a checkpoint with these tensors has."""
-        if not self.tied:
+        if not self.tied or self.first_codes:
             return self
         both = f"{self.names.frames}.weight", f"{self.names.codes}.weight"
         return replace(self, stored=tuple(name for name in both if name in tensors) or both[:1])

@@ -55,6 +55,26 @@ class ParallelHeads:
         return self.codes
 
     @property
+    def first_codes(self) -> int:
+        """0: the first codebook has as many codes as the others, and its own embeddings."""
+        return 0
+
+    @property
+    def fed(self) -> bool:
+        """False: nothing streams into frames."""
+        return False
+
+    @property
+    def head_rows(self) -> int:
+        """Codes that the first head knows."""
+        return self.codes
+
+    @property
+    def codebooks(self) -> tuple[int, ...]:
+        """Codes of each of the K codebooks."""
+        return (self.codes,) * self.steps
+
+    @property
     def linears(self) -> Linears:
         """The heads of the codes after the first, which are one linear."""
         if self.steps == 1:
@@ -133,6 +153,11 @@ class HeadsWeights:
     config: ParallelHeads
     frames: Tensor
     heads: Tensor
+
+    @property
+    def first_book(self) -> None:
+        """None: `frames` has the embeddings of all codebooks."""
+        return None
 
     @property
     def first(self) -> Tensor:

@@ -156,5 +156,8 @@ class InnerSteps:
             torch.empty_like(x_NI, dtype=self.weights.norm.dtype),
             x_NI.new_empty(1, x_NI.shape[0]),
         )
-        call = launch.call("projection", inputs, self.weights.projection, slot_N, eps=eps)
+        weights = self.weights
+        call = launch.call(
+            "projection", inputs, weights.projection, slot_N, eps=eps, bias=weights.projection_bias
+        )
         return linear(call, AddResidual(stream, self.weights.layers[0].input_norm))

@@ -9,6 +9,7 @@ from graphengine.models.states import kv_scale_bytes
 from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.inventory import RingShape, mailboxes
+from graphengine.program.feeds import fed_fields
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids, takes_images
 from graphengine.program.frames import frame_fields
 from graphengine.requests.processing import processing_fields
@@ -70,6 +71,8 @@ def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field
     if model.inner is not None:
         own = frame_fields(model.inner, shape.field_sizes)
         apart["state of frames"] = sum(field.nbytes for field in own)
+        if model.inner.fed:
+            apart["embeddings of frames"] = _fed_bytes(shape)
     if config.prompt_embeds:
         apart["prompt embeddings"] = next(
             field.nbytes for field in fields if field.name == EMBEDS_FIELD
@@ -101,7 +104,15 @@ def _add_host_owned(budget: MemoryBudget, shape: EngineShape, groups: Sequence[i
     """Add the staging blocks of these groups, and the images that they are filled from."""
     staged = sum(host_bytes(size, pinned=shape.on_gpu) for size in groups)
     budget.add("staging", shape.config.staging_blocks * staged, shape.pinned)
-    budget.add("images of what the host owns", sum(groups) + _mask_bytes(shape), "host")
+    images = sum(groups) + _mask_bytes(shape) + _fed_bytes(shape)
+    budget.add("images of what the host owns", images, "host")
+
+
+def _fed_bytes(shape: EngineShape) -> int:
+    """Rows that stream into frames, which the host also keeps by slot."""
+    inner, steps = shape.model.inner, shape.config.steps_per_launch
+    fields = [] if inner is None else fed_fields(inner, shape.field_sizes, steps)
+    return sum(field.nbytes for field in fields)
 
 
 def _mask_bytes(shape: EngineShape) -> int:

@@ -290,7 +290,7 @@ def test_options_that_no_command_line_has_are_few() -> None:
     missing = {row.name for table in PAGE_TABLES.values() for row in rows(table) if not row.flag}
     assert missing == {
         "structured_outputs", "routing", "gate", "prompt_logprobs", "prompt_logprobs_out",
-        "logprobs_mode", "forced_tokens", "releasable", "codes", "forced_codes",
+        "logprobs_mode", "forced_tokens", "releasable", "codes", "forced_codes", "feed",
         "max_waiting", "max_stop_ids", "max_logit_bias", "max_bad_words", "max_bad_word_tokens",
         "max_stop_sequences", "max_stop_sequence_tokens", "max_logprobs", "forced_acceptance",
         "wait_limit_s", "collect_while_waiting",

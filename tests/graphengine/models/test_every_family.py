@@ -39,9 +39,15 @@ CASES = [(name, index, seed) for name, index in MODELS_OF_EACH for seed in range
 SEEING = [name for name in MODELS if name.endswith("ForConditionalGeneration")]
 ALONE = [case for case in CASES if case[0] not in SEEING]
 """Models of architectures without a tower."""
-OF_FRAMES = {"CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration"}
-"""Architectures whose steps emit frames, which have no tokens; `test_csm.py` and
-`test_higgs_audio.py` have their frames."""
+OF_FRAMES = {
+    "CsmForConditionalGeneration",
+    "HiggsAudioV2ForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "Qwen3OmniMoeTalkerForConditionalGeneration",
+    "Qwen3TTSForConditionalGeneration",
+}
+"""Architectures whose steps emit frames, which have no tokens; `test_csm.py`, `test_higgs_audio.py`
+and `test_talker.py` have their frames."""
 WITHOUT_ADAPTERS = {("DeepseekV2ForCausalLM", 1)}
 """Models none of whose linears adapters can change."""
 

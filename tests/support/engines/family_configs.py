@@ -40,6 +40,12 @@ _AXES = {
 _TYPES = {"layer_types": ["conv", "full_attention"]}
 _MOE = {**_QWEN, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512}  # fmt: skip
+_TALKER: Config = {
+    "num_code_groups": 4, "codec_eos_token_id": 2150,
+    "text_config": {**_DENSE, "vocab_size": 3072, "num_experts": 8, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 384, "shared_expert_intermediate_size": 768},
+    "code_predictor_config": {**_DENSE, "vocab_size": 2048, "num_code_groups": 4},
+}  # fmt: skip
 
 CONFIGS: Mapping[str, Config] = {
     "CohereForCausalLM": _DENSE,
@@ -131,6 +137,14 @@ CONFIGS: Mapping[str, Config] = {
     "Qwen3_5MoeForConditionalGeneration": {
         "text_config": {**_MOE, "model_type": "qwen3_5_moe_text"},
     },
+    "Qwen3OmniMoeForConditionalGeneration": {"talker_config": _TALKER},
+    "Qwen3OmniMoeTalkerForConditionalGeneration": _TALKER,
+    "Qwen3TTSForConditionalGeneration": {"talker_config": {
+        **_DENSE, "vocab_size": 3072, "num_code_groups": 4, "codec_eos_token_id": 2150,
+        "code_predictor_config": {
+            **_DENSE, "vocab_size": 2048, "hidden_size": 512, "num_code_groups": 4,
+        },
+    }},
     "Qwen3NextForCausalLM": _MOE,
     "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
     "SeedOssForCausalLM": {**_DENSE, "attention_out_bias": True},

@@ -1,0 +1,140 @@
+"""What a caller gives of frames: the codes of the first ones, `SamplingParams(forced_codes=...)`,
+and what streams into a reply while it is spoken, `SamplingParams(feed=Feed(...))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphengine.options.checks import shown
+
+FREE = -1
+"""A code that is drawn."""
+
+
+class ForcedCodes:
+    """The `forced_codes` of `SamplingParams`, once they are made: `codes`, int16 [F, K], read-only.
+
+    F frames, K codes of a frame; -1 for a code that is drawn.
+    """
+
+    __slots__ = ("codes",)
+    codes: NDArray[np.int16]
+
+    def __init__(self, given: object) -> None:
+        """ValueError unless it is an array [frames, codes of a frame] of integers from -1 up."""
+        if isinstance(given, ForcedCodes):
+            self.codes = given.codes
+            return
+        try:
+            # A tensor of a GPU is copied by its own method.
+            array = given.detach().cpu() if isinstance(given, torch.Tensor) else given
+            codes: NDArray[Any] = np.asarray(array)
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"forced_codes={shown(given)} must be codes: {error}") from error
+        if codes.ndim != 2 or 0 in codes.shape or codes.dtype.kind not in "iu":
+            raise ValueError(
+                f"forced_codes={shown(given)} must be integers [frames, codes of a frame], not "
+                f"{codes.dtype} {list(codes.shape)}"
+            )
+        most = np.iinfo(np.int16).max
+        wrong = np.argwhere((codes < FREE) | (codes > most))
+        if len(wrong):
+            frame, place = wrong[0]
+            raise ValueError(
+                f"forced_codes[{frame}][{place}]={codes[frame, place]} must be a code, or {FREE} "
+                f"for one that is drawn"
+            )
+        self.codes = np.array(codes, dtype=np.int16, order="C")
+        self.codes.flags.writeable = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ForcedCodes) and np.array_equal(self.codes, other.codes)
+
+    def __hash__(self) -> int:
+        return hash((self.codes.shape, self.codes.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"ForcedCodes(shape={self.codes.shape})"
+
+    def check(self, codebooks: Sequence[int]) -> None:
+        """ValueError unless they fit frames with a code of each of the codebooks of these sizes."""
+        frames, given = self.codes.shape
+        if given != len(codebooks):
+            raise ValueError(
+                f"forced_codes of shape [{frames}, {given}]: a frame of this model has "
+                f"{len(codebooks)} codes"
+            )
+        wrong = np.argwhere(self.codes >= np.array(codebooks))
+        if len(wrong):
+            frame, place = wrong[0]
+            raise ValueError(
+                f"forced_codes[{frame}][{place}]={self.codes[frame, place]}: a codebook of this "
+                f"model has {codebooks[place]} codes"
+            )
+
+
+class Feed:
+    """Embeddings that are added to the frames of a reply, such as those of the text to be spoken.
+
+        SamplingParams(feed=Feed(pad, rows))
+
+    Row i is added to the embedding of frame i, counted from 0, which the step that makes frame
+    i + 1 reads; `Engine.feed` gives the rows after these. A frame without a row gets the pad. For
+    Qwen3-Omni's talker, the rows are transformers' `trailing_text_hidden`, the pad its
+    `tts_pad_embed`.
+
+    Args:
+        pad: [H] or [1, H] of floating point, on the CPU or a GPU.
+        rows: [n, H]; None: none are known yet.
+
+    Both are copied at once. ValueError, with the shape, for anything else; the engine checks H.
+    """
+
+    __slots__ = ("pad", "rows")
+    pad: Tensor
+    rows: Tensor
+
+    def __init__(self, pad: Tensor, rows: Tensor | None = None) -> None:
+        if isinstance(pad, Tensor) and pad.dim() == 1:
+            pad = pad[None]
+        self.pad = checked_rows("pad", pad)
+        if len(self.pad) != 1:
+            raise ValueError(f"feed: pad of shape {list(self.pad.shape)} must be one row, [H]")
+        self.rows = self.pad[:0] if rows is None else checked_rows("rows", rows)
+        if self.rows.shape[1] != self.pad.shape[1]:
+            raise ValueError(
+                f"feed: rows of {self.rows.shape[1]} values and a pad of {self.pad.shape[1]} must "
+                f"have as many"
+            )
+
+    def __repr__(self) -> str:
+        return f"Feed(pad=tensor{list(self.pad.shape[1:])}, rows=tensor{list(self.rows.shape)})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Feed):
+            return NotImplemented
+        return torch.equal(self.pad, other.pad) and torch.equal(self.rows, other.rows)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def checked_rows(name: str, rows: object) -> Tensor:
+    """A copy on the host of a caller's rows; ValueError unless they are [n, H] of finite numbers.
+
+    name  of the rows, for errors
+    """
+    if not isinstance(rows, Tensor):
+        raise ValueError(f"feed: {name}={shown(rows)} must be a tensor [n, H]")
+    told = f"feed: {name} of shape {list(rows.shape)} and {rows.dtype}"
+    if not rows.is_floating_point() or rows.dim() != 2 or not rows.shape[1]:
+        raise ValueError(f"{told} must be of floating point, [n, H]")
+    if rows.layout != torch.strided or rows.is_meta:
+        raise ValueError(f"{told} must be dense, with values")
+    return rows.detach().to("cpu", copy=True).contiguous()
