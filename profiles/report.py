@@ -29,7 +29,7 @@ def report(options: argparse.Namespace) -> None:
             check_out(path, option)
     run = read_run(options.file)
     baseline = None if options.against is None else read_run(options.against)
-    document = make_document(run, baseline, deadline_ms=deadline)
+    document = make_document(run, baseline, deadline_ms=deadline, frame_ms=options.frame_ms)
     if options.html is not None:
         write_out(options.html, html_report(run, document, baseline), "--html")
     text = json.dumps(document, indent=2, allow_nan=False)
@@ -40,10 +40,14 @@ def report(options: argparse.Namespace) -> None:
 
 
 def make_document(
-    run: Run, baseline: Run | None = None, *, deadline_ms: float | None = None
+    run: Run,
+    baseline: Run | None = None,
+    *,
+    deadline_ms: float | None = None,
+    frame_ms: float | None = None,
 ) -> dict[str, Any]:
     """The report of `run` as a JSON document, compared with `baseline` if given."""
-    document = describe_run(run, deadline_ms=deadline_ms)
+    document = describe_run(run, deadline_ms=deadline_ms, frame_ms=frame_ms)
     if baseline is not None:
         document["against"] = rounded(compare(baseline, run), 6)
     return document

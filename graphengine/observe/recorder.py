@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import CaptureReport, ReplayTimer
 from graphengine.observe.environment import environment
+from graphengine.observe.playback import check_frame_ms, player_slack
 from graphengine.observe.processor_use import UNKNOWN_USE, processor_use
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH, RankTimes, WaitMeter
 from graphengine.observe.record_lines import SCHEMA, capture_object, replay_object, request_object
@@ -265,6 +266,26 @@ class Recorder:
             took = (ends - records[begin]) / 1e3
             found[stage] = np.where(known, took, math.nan)
         return found
+
+    def frame_slack_ms(self, frame_ms: float) -> NDArray[np.float64]:
+        """How many milliseconds before its deadline each frame was read, for players of frames of
+        `frame_ms`, such as 80 for CSM: `(slack >= 0).mean()` is the share that met it.
+
+        The player of a request begins with its first frame, which has no deadline, and waits for a
+        frame that is late (`observe/playback.py`). Requests come in the order of their first
+        frames; one whose frames span two recordings counts as two. ValueError unless `frame_ms` is
+        positive.
+        """
+        length = 1e6 * check_frame_ms(frame_ms, "frame_ms")
+        replays, (ids, tokens) = self.replays(), self.lanes()
+        arrived: dict[tuple[int, int], list[int]] = {}
+        for record, of_lane, given in zip(replays, ids, tokens, strict=True):
+            for lane in range(record["lanes"]):
+                if given[lane] and record["read"] != NEVER:
+                    key = int(record["recording"]), int(of_lane[lane])
+                    arrived.setdefault(key, []).append(int(record["read"]))
+        found = [player_slack(np.array(times, float), length) / 1e6 for times in arrived.values()]
+        return np.concatenate(found) if found else np.empty(0)
 
     def header(self) -> dict[str, Any]:
         """The first line of a file: what was recorded, on what, and how much of it was kept.

@@ -79,6 +79,12 @@ def outliers(run: Run, found: Breakdown) -> list[Outlier]:
     return judged
 
 
+def judge_gap(run: Run, found: Breakdown, place: int) -> Outlier:
+    """Why the gap at this place of `found` took longer than usual."""
+    usual = {name: found.usual(values) for name, values in found.parts.items()}
+    return _judge(run, found, place, usual, found.usual(found.device_us))
+
+
 def _judge(
     run: Run, found: Breakdown, place: int, usual: dict[str, float], usual_device: float
 ) -> Outlier:

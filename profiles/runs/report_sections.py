@@ -42,6 +42,7 @@ def sections(document: Document) -> list[Section]:
     """All sections on the run alone that the document has data for."""
     found = (
         _latencies(document),
+        _frames(document["frames"]),
         _step(document),
         _ranks(document["ranks"]),
         _buckets(document["buckets"]),
@@ -148,6 +149,24 @@ def _latencies(document: Document) -> Section:
             f"{deadline['steps_missed']:,} of {counted(deadline['steps'], 'step')}"
         )
     return Section(title="Latencies", parts=tuple(parts))
+
+
+def _frames(found: Mapping[str, Any] | None) -> Section | None:
+    if found is None:
+        return None
+    title = f"Frames of {found['ms']:g} ms"
+    slack = found["slack_ms"]
+    if slack is None:
+        return Section(title=title, parts=("no request had a frame after its first",))
+    parts = [
+        f"{found['met']:,} of {counted(found['n'], 'frame')} came before the player needed them; "
+        "each request's first frame starts its player",
+        ", ".join(f"{name} {ms:,.3f} ms" for name, ms in slack.items()) + " of slack",
+    ]
+    if found["late"]:
+        waited = (f"{each['cause']} {each['frames']:,}" for each in found["late"])
+        parts.append(f"late frames by what they waited for: {', '.join(waited)}")
+    return Section(title=title, parts=tuple(parts))
 
 
 def _entry(name: str) -> Callable[[Row], str]:

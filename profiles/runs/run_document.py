@@ -12,6 +12,7 @@ from graphengine.profiles.runs.breakdown import Breakdown, covered, replay_times
 from graphengine.profiles.runs.causes import REMEDIES
 from graphengine.profiles.runs.compare import replay_sums
 from graphengine.profiles.runs.findings import SHOWN, Finding, Outlier, judge_run
+from graphengine.profiles.runs.playback import describe_playback
 from graphengine.profiles.runs.rank_times import describe_ranks
 from graphengine.profiles.runs.run_file import Floats, Run, merged
 from graphengine.profiles.tables.percentiles import percentiles, rounded
@@ -19,7 +20,9 @@ from graphengine.profiles.tables.percentiles import percentiles, rounded
 SCHEMA = 1
 
 
-def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any]:
+def describe_run(
+    run: Run, *, deadline_ms: float | None = None, frame_ms: float | None = None
+) -> dict[str, Any]:
     """Everything that a report says about `run`; null if its source cannot tell."""
     found, judged, findings = judge_run(run)
     document = {
@@ -35,6 +38,7 @@ def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any
         "itl_ms": percentiles(run.gaps.milliseconds, independent=len(found)),
         "itl_basis": run.gap_basis,
         "deadline": _deadline(run, found, deadline_ms),
+        "frames": None if frame_ms is None else describe_playback(run, found, frame_ms),
         "step": _step(run, found),
         "launch_us": _percentiles((run.replays.launched - run.replays.launch) / 1e3),
         "idle_us": _percentiles(idle_times(run)),
