@@ -7,6 +7,7 @@ says; SentencePiece's BPE ("llama") merges what makes the piece with the best sc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,9 @@ from tokenizers import (
 )
 
 from graphengine.models.checkpoints.gguf.file import GgufFile, read_gguf
+from graphengine.models.checkpoints.gguf.splittings import SPLITTINGS, unknown_tokenizer
 from graphengine.options.checks import shown
-from graphengine.text.tokenizer_files import TokenizerFiles, library_errors
+from graphengine.text.tokenizer_files import TokenizerFiles, library_errors, read_tokenizer_files
 
 _KEY = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -37,57 +39,6 @@ _ROLES = {
 _SPACE = "\u2581"
 # Architectures whose pieces merge in the order of their ids, whatever their scores.
 _BY_ID = ("gemma3",)
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SYMBOLS}|{_REST}"
-_QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
-    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE, _CASED_SYMBOLS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_TEKKEN = (
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_SYMBOLS}|{_REST}"
-)
-_GPT4O = (
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
-    rf"\p{{N}}{{1,3}}|{_CASED_SYMBOLS}|{_REST}"
-)
-
-
-class _Splitting(NamedTuple):
-    """How a byte-level tokenizer cuts a text into words.
-
-    pattern        a regular expression of words; None: GPT-2's, built into `tokenizers`
-    digits         whether each digit is a word
-    whole          whether a word that is a token is not merged from smaller ones
-    composed       whether texts are normalised to NFC
-    begins         whether BOS comes first where the file does not say
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    whole: bool = False
-    composed: bool = False
-    begins: bool = False
-
-
-_OF_LLAMA3 = _Splitting(_LLAMA3, whole=True, begins=True)
-_SPLITTINGS: Mapping[str, _Splitting] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _Splitting()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _Splitting(digits=True)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral"), _OF_LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting(_LLAMA3)),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), _Splitting(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Splitting(_QWEN2, composed=True)),
-    "qwen35": _Splitting(_QWEN35, composed=True),
-    "tekken": _Splitting(_TEKKEN, whole=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Splitting(_GPT4O)),
-}
 
 
 class _Vocabulary(NamedTuple):
@@ -106,9 +57,13 @@ class _Vocabulary(NamedTuple):
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
-    """The tokenizer of a GGUF file. ValueError names the key at fault."""
+    """The tokenizer of a GGUF file, or that of the `tokenizer.json` beside it if the file's own is
+    not known. ValueError names the key at fault.
+    """
     file = read_gguf(path)
     vocabulary = _vocabulary(file)
+    if unknown_tokenizer(file) is not None and (path.parent / "tokenizer.json").is_file():
+        return _read_beside(vocabulary)
     kind = file.value(f"{_KEY}model", str)
     with library_errors(f"{path} has no valid tokenizer"):
         if kind == "gpt2":
@@ -128,6 +83,27 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
         chat_templates=_templates(file),
         add_bos=add_bos and "bos_token" in vocabulary.roles,
         add_eos=_flag(file, "add_eos_token", False) and "eos_token" in vocabulary.roles,
+    )
+
+
+def _read_beside(vocabulary: _Vocabulary) -> TokenizerFiles:
+    """The tokenizer of the files beside a GGUF file, with roles and templates that they lack.
+
+    ValueError for a tokenizer of another model.
+    """
+    path = vocabulary.file.path
+    read = read_tokenizer_files(path.parent)
+    for index, token in vocabulary.of(_NORMAL):
+        found = read.library.id_to_token(index)
+        if found != token:
+            raise ValueError(
+                f"{path.parent / 'tokenizer.json'} is of another model than {path}: id {index} is "
+                f"{shown(found)} in it, and {shown(token)} in {_KEY}tokens"
+            )
+    return replace(
+        read,
+        special_tokens={**vocabulary.roles, **read.special_tokens},
+        chat_templates={**_templates(vocabulary.file), **read.chat_templates},
     )
 
 
@@ -173,12 +149,13 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether BOS comes first by default."""
     file = vocabulary.file
     name = file.value(f"{_KEY}pre", str)
-    if name not in _SPLITTINGS:
+    if name not in SPLITTINGS:
         raise ValueError(
             f"{file.path} has {_KEY}pre={shown(name)}: the pre-tokenizers "
-            f"{', '.join(_SPLITTINGS)} are known"
+            f"{', '.join(SPLITTINGS)} are known. With the model's own tokenizer.json beside the "
+            f"file, that one is read"
         )
-    splitting = _SPLITTINGS[name]
+    splitting = SPLITTINGS[name]
     library = Tokenizer(
         models.BPE(_ids(vocabulary), _stored_merges(file), ignore_merges=splitting.whole)
     )
@@ -187,9 +164,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     words: list[Any] = []
     if splitting.digits:
         words = [pre_tokenizers.Digits(individual_digits=True)]
-    if splitting.pattern is not None:
-        words = [pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated")]
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    words += [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns
+    ]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.patterns)
     library.pre_tokenizer = pre_tokenizers.Sequence([*words, in_bytes])
     library.decoder = decoders.ByteLevel()
     return library, splitting.begins

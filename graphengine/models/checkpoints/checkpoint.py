@@ -88,7 +88,7 @@ class Checkpoint:
     """A directory with `config.json` and safetensors weights, or a GGUF file. Holds no open file.
 
     path               the directory, or the GGUF file
-    tokenizer_file     `tokenizer.json`, or the GGUF file; None where there is no tokenizer
+    tokenizer_file     `tokenizer.json`, or the GGUF file; None where no tokenizer can be read
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
     quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
@@ -167,7 +167,7 @@ class Checkpoint:
             config=model.config,
             generation_config={},
             tensors=MappingProxyType(model.tensors),
-            tokenizer_file=file if model.has_tokenizer else None,
+            tokenizer_file=model.tokenizer_file,
         )
 
     @property

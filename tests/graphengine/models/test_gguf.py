@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from extent import extent
 from graphengine import Engine, SamplingParams
+from graphengine.demo import checkpoint_path
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
@@ -30,7 +32,7 @@ from graphengine.models.weights import StoredLinear
 gguf = pytest.importorskip("gguf")
 
 from checkpoints.gguf_conversion import name_in_file  # noqa: E402
-from checkpoints.gguf_files import QUANTISED, written  # noqa: E402
+from checkpoints.gguf_files import QUANTISED, vocabulary, written  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -404,6 +406,28 @@ def test_families(
     write: Callable[..., Case], device: str, eager: Any, family: str, kind: str
 ) -> None:
     assert_as_plain(write(family, kind), device, eager)
+
+
+def test_a_window_of_0_is_none(write: Callable[..., Case], device: str, eager: Any) -> None:
+    """Files of Phi-4, which has no window, say so."""
+    none = {"metadata": {"attention.sliding_window": 0}}
+    case = write("Phi3", "Q8_0", {"sliding_window": None}, **none)
+    assert Checkpoint.open(case.file).config["sliding_window"] is None
+    assert_as_plain(case, device, eager)
+
+
+def test_a_file_with_an_unknown_tokenizer_takes_token_ids(
+    write: Callable[..., Case], caplog: pytest.LogCaptureFixture
+) -> None:
+    library = tokenizers.Tokenizer.from_file(str(checkpoint_path() / "tokenizer.json"))
+    rows = library.get_vocab_size()
+    tokens = vocabulary(library, pre="viking", rows=rows)
+    case = write("Llama", "Q8_0", {"vocab_size": rows}, tokenizer=tokens)
+    with engine_of(case.file, "cpu") as engine:
+        assert "has tokenizer.ggml.pre='viking', which is not known" in caplog.text
+        assert len(engine.generate([5, 3], SamplingParams(max_tokens=3)).token_ids) == 3
+        with pytest.raises(ValueError, match="give token ids"):
+            engine.generate("def f(")
 
 
 @pytest.mark.parametrize(

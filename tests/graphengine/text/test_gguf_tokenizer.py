@@ -25,6 +25,9 @@ from tokenizers import (
 from transformers.tokenization_utils_base import generate_merges
 
 from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoints.gguf.file import read_gguf
+from graphengine.models.checkpoints.gguf.tensors import GgufModel
+from graphengine.text.gguf_tokenizer import read_gguf_tokenizer
 from graphengine.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -60,14 +63,30 @@ GPT4O = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PATTERNS = {
-    "llama-bpe": LLAMA3,
-    "dbrx": LLAMA3,
-    "qwen2": QWEN2,
-    "qwen35": QWEN35,
-    "tekken": TEKKEN,
-    "gpt-4o": GPT4O,
+SEED_CODER = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\r\n]+"
+    "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "llama-bpe": (LLAMA3,),
+    "dbrx": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    "stablelm2": (QWEN2,),
+    "qwen35": (QWEN35,),
+    "tekken": (TEKKEN,),
+    "gpt-4o": (GPT4O,),
+    "seed-coder": (SEED_CODER,),
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-coder": DEEPSEEK_CODER,
 }
+COMPOSED = ("qwen2", "qwen35", "stablelm2")
 BYTE_LEVEL = ("gpt-2", "smollm", *PATTERNS)
 WHOLE = ("llama-bpe", "tekken")
 ROLES = {"bos": BOS, "eos": EOS, "padding": EOS}
@@ -93,12 +112,13 @@ def byte_level(pre: str) -> tokenizers.Tokenizer:
     """A small tokenizer, trained as those of models with this pre-tokenizer are made."""
     library = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in WHOLE))
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in PATTERNS)
-    before: list[Any] = []
-    if pre in PATTERNS:
-        before = [pre_tokenizers.Split(Regex(PATTERNS[pre]), behavior="isolated")]
+    before: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for pattern in PATTERNS.get(pre, ())
+    ]
     if pre == "smollm":
         before = [pre_tokenizers.Digits(individual_digits=True)]
-    if pre.startswith("qwen"):
+    if pre in COMPOSED:
         library.normalizer = normalizers.NFC()
     library.pre_tokenizer = pre_tokenizers.Sequence([*before, in_bytes])
     library.decoder = decoders.ByteLevel()
@@ -208,6 +228,55 @@ def test_ids_and_texts_are_the_originals(pair: Callable[[str], Pair], pre: str) 
     for text in TEXTS[:40]:
         assert_same(both, text)
     assert both.read.vocabulary == both.original.get_vocab(with_added_tokens=True)
+
+
+def test_words_of_deepseek_v2(tmp_path: Path) -> None:
+    """Each rule also cuts the words of those before it: ASCII's letters are among punctuation, and
+    Greek's later ones among Chinese.
+    """
+    library = byte_level("gpt-2")
+    file = vocabulary_file(vocabulary(library, pre="deepseek-llm"), tmp_path / "x.gguf")
+    pre_tokenizer = read_gguf_tokenizer(file).library.pre_tokenizer
+    assert pre_tokenizer is not None
+    text = "I don't: Größe \u1f7cΣ ԱՖ 12.5\r\n\n東京タワー! \u212a  "
+    words = [text[slice(*place)] for _, place in pre_tokenizer.pre_tokenize_str(text)]
+    assert words == [
+        *("I", " don", "'", "t", ":", " Gr", "öß", "e", " ", "\u1f7c", "Σ", " ԱՖ", " "),
+        *("1", "2", ".", "5", "\r", "\n", "\n", "東京タワー", "!", " ", "\u212a", "  "),
+    ]
+
+
+def save_beside(library: tokenizers.Tokenizer, folder: Path, pre: str = "viking") -> Path:
+    """A GGUF file with a pre-tokenizer that is not known, and the tokenizer it is made from."""
+    library.save(str(folder / "tokenizer.json"))
+    template = {"chat_template": "{{ messages[0].content }}"}
+    add = vocabulary(library, pre=pre, roles=ROLES, more=template)
+    return vocabulary_file(add, folder / "x.gguf")
+
+
+def tokenizer_file_of(file: Path) -> Path | None:
+    return GgufModel(read_gguf(file), {}, {}, {}).tokenizer_file
+
+
+def test_a_tokenizer_beside_the_file_takes_the_place_of_an_unknown_one(tmp_path: Path) -> None:
+    library = byte_level("smollm")
+    file = save_beside(library, tmp_path)
+    assert tokenizer_file_of(file) == tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_directory(file)
+    for text in (*TEXTS[:20], WORDS, "12345<think>"):
+        assert tokenizer.encode(text) == library.encode(text).ids
+    assert tokenizer.eos_token_id == library.token_to_id(EOS)
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "hi"
+    # A known pre-tokenizer needs no other file.
+    assert tokenizer_file_of(save_beside(library, tmp_path, "gpt-2")) == file
+
+
+def test_a_tokenizer_of_another_model_beside_the_file_is_refused(tmp_path: Path) -> None:
+    file = save_beside(byte_level("smollm"), tmp_path)
+    byte_level("llama-bpe").save(str(tmp_path / "tokenizer.json"))
+    message = r"tokenizer\.json is of another model than .*x\.gguf: id \d+ is '.*' in it, and '"
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_directory(file)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2", "prefix"])

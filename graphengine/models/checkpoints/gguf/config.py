@@ -103,6 +103,9 @@ def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> 
         config[name] = f"blk.0.{tensor}" in file.tensors
     # These layers come last in the file, and are no layers of the model.
     config["num_hidden_layers"] -= own.get(_DRAFT_LAYERS, 0)
+    if config.get("sliding_window") == 0:
+        # Files of models without a window, such as Phi-4, may say so with 0.
+        config["sliding_window"] = None
     if "layer_types" in config:
         config["layer_types"] = _window_types(config)
     if family.more is not None:

@@ -40,6 +40,7 @@ from graphengine.models.checkpoints.gguf.parts import (
     kept_forms,
     parts_of,
 )
+from graphengine.models.checkpoints.gguf.splittings import unknown_tokenizer
 from graphengine.models.checkpoints.tensor_files import TensorInfo
 from graphengine.options.checks import some
 
@@ -59,8 +60,26 @@ class GgufModel(NamedTuple):
     parts: dict[str, Part]
 
     @property
-    def has_tokenizer(self) -> bool:
-        return "tokenizer.ggml.tokens" in self.file.metadata
+    def tokenizer_file(self) -> Path | None:
+        """The file, or the `tokenizer.json` beside it if its own tokenizer is not known.
+
+        None where there is no tokenizer that can be read; a warning says so for one that is not
+        known.
+        """
+        path = self.file.path
+        unknown = unknown_tokenizer(self.file)
+        if unknown is None:
+            return path if "tokenizer.ggml.tokens" in self.file.metadata else None
+        beside = path.parent / "tokenizer.json"
+        if beside.is_file():
+            return beside
+        log.warning(
+            "%s has %s, which is not known: without a tokenizer prompts and results are token ids. "
+            "With the model's own tokenizer.json beside the file, they may be texts",
+            path,
+            unknown,
+        )
+        return None
 
 
 def read_gguf_model(path: Path) -> GgufModel:
