@@ -15,7 +15,7 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
-from graphengine.options.adapters import adapter_pair, read_adapters
+from graphengine.options.adapters import adapter_pair, adapters_of_pairs, read_adapters
 from graphengine.options.calibration import read_calibration
 from graphengine.options.checks import INT32_MAX, check_path, is_finite, is_int
 from graphengine.options.devices import DTYPES, check_device, usual_device
@@ -145,7 +145,7 @@ class EngineConfig(RankOptions):
             metavar="NAME=PATH",
             parse=adapter_pair,
             many=True,
-            collect=dict,
+            collect=adapters_of_pairs,
             help="a LoRA adapter, the folder that peft saved; the command's requests use the first",
         ),
         hashed=False,

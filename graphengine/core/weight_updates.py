@@ -218,4 +218,5 @@ def unload_adapter(core: EngineCore, name: str) -> None:
     """Implements `Engine.unload_adapter`."""
     core.check_open()
     unfinished = (*core.scheduler.active, *core.scheduler.waiting)
-    core.intake.adapters.remove(name, [(each.id, each.job.adapter) for each in unfinished])
+    uses = [(each.id, each.job.adapter, each.finish_reason == "cancelled") for each in unfinished]
+    core.intake.adapters.remove(name, uses)

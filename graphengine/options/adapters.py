@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from graphengine.options.checks import check_path, shown
 
@@ -35,3 +35,18 @@ def adapter_pair(text: str) -> tuple[str, str]:
     if not (name and sign and path):
         raise ValueError(f"{shown(text)} must be NAME=PATH")
     return name, path
+
+
+def adapters_of_pairs(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The folder of each adapter by its name. ValueError, with both folders, for a name that comes
+    twice.
+    """
+    found: dict[str, str] = {}
+    for name, path in pairs:
+        if name in found:
+            raise ValueError(
+                f"adapter {shown(name)} is there twice, as {shown(found[name])} and as "
+                f"{shown(path)}: each adapter has a name of its own"
+            )
+        found[name] = path
+    return found

@@ -71,16 +71,19 @@ class Adapters:
         self.loaded[name] = LoadedAdapter(name, path, slot, rank, self._loads, fingerprint)
         return self.loaded[name]
 
-    def remove(self, name: str, uses: Iterable[tuple[int, LoadedAdapter | None]]) -> None:
+    def remove(self, name: str, uses: Iterable[tuple[int, LoadedAdapter | None, bool]]) -> None:
         """Free an adapter's slot. ValueError, with their ids, while requests use it.
 
-        uses  id and adapter of each unfinished request
+        uses  id and adapter of each unfinished request, and whether it was cancelled
         """
         adapter = self._named(name)
-        users = [number for number, used in uses if used == adapter]
+        users = {number: cancelled for number, used, cancelled in uses if used == adapter}
         if users:
+            count = sum(users.values())
+            ending = f"; {count} of them were cancelled, and the next step() ends those"
             raise ValueError(
                 f"adapter {name!r} is in use by {len(users)} requests: "
-                f"{', '.join(map(str, users[:10]))}{' ...' if len(users) > 10 else ''}"
+                f"{', '.join(map(str, [*users][:10]))}{' ...' if len(users) > 10 else ''}"
+                f"{ending if count else ''}"
             )
         del self.loaded[name]

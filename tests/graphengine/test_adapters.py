@@ -91,6 +91,10 @@ def test_an_adapter_in_use_stays(folders: dict[str, Path], expected: Callable[..
         ids = ", ".join(str(request.id) for request in requests)
         with pytest.raises(ValueError, match=f"adapter 'one' is in use by 2 requests: {ids}"):
             engine.unload_adapter("one")
+        cancelled = engine.submit(PROMPT, greedy(), adapter="one")
+        cancelled.cancel()
+        with pytest.raises(ValueError, match=r"by 3 requests: .*; 1 of them were cancelled, and"):
+            engine.unload_adapter("one")
         # Another one may be loaded meanwhile.
         engine.load_adapter("two", folders["two"])
         run(engine)

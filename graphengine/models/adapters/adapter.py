@@ -103,9 +103,11 @@ class Adapter:
         return len(self._sharing(linear))
 
     def _named(self, linear: str) -> str:
-        """What the adapter calls a linear: patterns of ranks and scales are for that name."""
-        alone = len(self._sharing(linear)) == 1
-        return linear if alone else self.stored[linear].removeprefix(_PREFIX)
+        """A linear's full name in the model it was trained on: patterns of ranks and scales fit it.
+
+        It may differ from the name in the whole language model, as behind a vision tower.
+        """
+        return self.stored[linear].removeprefix(_PREFIX)
 
     def _sharing(self, linear: str) -> list[str]:
         return [name for name, stem in self.stored.items() if stem == self.stored[linear]]

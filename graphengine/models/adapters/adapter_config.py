@@ -16,9 +16,9 @@ from graphengine.options.checks import is_int, is_number, shown
 
 CONFIG_FILE = "adapter_config.json"
 
-# Keys without a say in what a saved adapter computes: its tensors tell which linears it changes.
 # The largest number in 16 bits: a product that is multiplied by more is not finite.
 _LARGEST = 65_504
+# Keys without a say in what a saved adapter computes: its tensors tell which linears it changes.
 _HARMLESS = {
     "alpha_pattern",
     "auto_mapping",
@@ -58,7 +58,7 @@ _REASONS = {
     "alora_invocation_tokens": "it is active only after some tokens",
     "layer_replication": "its model repeats layers",
 }
-# Ways to begin that change the base model, too.
+# Ways to begin that change the base model, too. Capital letters do not count: peft reads "OLoRA".
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -69,7 +69,7 @@ class AdapterConfig:
     file     where it was read, for errors
     rank     r, of linears that `ranks` does not name
     alpha    lora_alpha, of linears that `alphas` does not name
-    ranks    by the end of a linear's name, or a regular expression for one
+    ranks    by regular expressions for a linear's full name, or for the end of it after a dot
     rooted   whether the scale is alpha / sqrt(r), as rsLoRA has it
     """
 
@@ -110,7 +110,7 @@ class AdapterConfig:
         )
 
     def rank_of(self, linear: str) -> int:
-        """The rank of the matrices for the linear with this name in the base model."""
+        """The rank of the matrices for the linear with this full name in the base model."""
         return int(_matching(self.ranks, linear, self.rank))
 
     def scale_of(self, linear: str) -> float:
@@ -123,7 +123,7 @@ def _check_keys(file: Path, found: Mapping[str, Any]) -> None:
     bias, begun = found.get("bias", "none"), found.get("init_lora_weights")
     if bias != "none":
         raise ValueError(f"{file} has bias={shown(bias)}: adapters with biases are not read")
-    if isinstance(begun, str) and begun.startswith(_CHANGED_BASES):
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGED_BASES):
         raise ValueError(
             f"{file} has init_lora_weights={begun!r}, which changes the base model, too: save the "
             f"adapter converted to LoRA (path_initial_model_for_weight_conversion of peft)"
@@ -148,7 +148,7 @@ def _patterns(file: Path, found: Mapping[str, Any], key: str) -> list[tuple[str,
 
 
 def _matching(patterns: Mapping[str, Any], linear: str, otherwise: Any) -> Any:
-    """The value of the first pattern that fits the linear's name, or the end of it, as in peft."""
+    """The value of the first pattern that fits the linear's full name, or its end, as in peft."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", linear):
             return value

@@ -304,6 +304,11 @@ def test_a_bias_is_an_id_and_a_number(capsys: pytest.CaptureFixture[str], wrong:
     assert "must be ID=V" in capsys.readouterr().err
 
 
+def test_adapters_have_names_of_their_own(cli: Cli) -> None:
+    status, _, err = cli("info", "--adapter", "a=one", "--adapter", "b=x", "--adapter", "a=two")
+    assert status == 2 and "adapter 'a' is there twice, as 'one' and as 'two'" in err
+
+
 def test_engine_options_reach_the_engine(cli: Cli) -> None:
     options = ("--block-size", "8", "--lookahead", "0", "--wait", "block", "--dtype", "float32")
     status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "5", "--json", *options)

@@ -72,6 +72,46 @@ def test_names_of_language_models_and_of_bases_alone(folder: Path, prefix: str) 
     assert sorted(Adapter.open(folder).linears) == sorted(known)
 
 
+PATTERNS = [
+    ("model.language_model.layers", "model.language_model.layers.1.self_attn.q_proj", True),
+    ("model.language_model.layers", r"^model\.language_model\.layers\.1\.self_attn\.q_proj", True),
+    ("model.language_model.layers", r"language_model\.layers\.\d+\.self_attn.q_proj", True),
+    # The name in the whole language model, which the adapter's own model does not have.
+    ("model.language_model.layers", "model.layers.1.self_attn.q_proj", False),
+    ("language_model.model.layers", "^language_model.model.layers.1.self_attn.q_proj", True),
+    ("transformer.h", "^transformer.h.1.self_attn.q_proj", True),
+    ("transformer.h", "model.layers.1.self_attn.q_proj", False),
+    ("layers", "^layers.1.self_attn.q_proj", True),
+    ("layers", "^model.layers.1.self_attn.q_proj", False),
+    ("model.layers", "self_attn.q_proj", True),
+    # A pattern begins after a dot, and reaches the end.
+    ("model.layers", "attn.q_proj", False),
+    ("model.layers", "layers.1.self_attn", False),
+]
+
+
+@pytest.mark.parametrize(("prefix", "pattern", "fits"), PATTERNS)
+def test_patterns_fit_full_names(folder: Path, prefix: str, pattern: str, fits: bool) -> None:
+    """peft's rule: (.*\\.)?(pattern)$, for a linear's name in the model that was trained."""
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [*tensors]:
+            tensors[name.replace("model.layers", prefix)] = tensors.pop(name)
+
+    change_tensors(folder, rename)
+    change_config(folder, alpha_pattern={"nothing": 3, pattern: 64, ".*": 5})
+    scales = {name: part.scale for name, part in Adapter.open(folder).parts()}
+    assert scales["model.layers.1.self_attn.q_proj"] == (16 if fits else 1.25)
+    assert scales["model.layers.1.self_attn.k_proj"] == 1.25
+
+
+@pytest.mark.parametrize(("prefix", "pattern", "fits"), PATTERNS)
+def test_peft_fits_patterns_so(prefix: str, pattern: str, fits: bool) -> None:
+    other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
+    key, name = f"({pattern})", f"{prefix}.1.self_attn.q_proj"
+    assert (other.get_pattern_key([key], name) == key) == fits
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -81,6 +121,7 @@ def test_names_of_language_models_and_of_bases_alone(folder: Path, prefix: str) 
         ({"bias": "all"}, "bias='all': adapters with biases are not read"),
         ({"lora_bias": True}, "lora_bias=True, which is not served: it adds a bias"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base model"),
+        ({"init_lora_weights": "OLoRA"}, "'OLoRA', which changes the base model"),
         ({"use_qalora": True}, "use_qalora=True, .* nothing here knows what that changes"),
         ({"new_key": {"a": 1}}, r"new_key=\{'a': 1\}, .* nothing here knows"),
         ({"r": 0}, "r=0: must be an integer from 1 up"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from checkpoints.adapters import ALL, ATTENTION, FUSED, MLP, merged, write_adapter
+from checkpoints.adapters import ALL, ATTENTION, FUSED, MLP, linears_of, merged, write_adapter
 from checkpoints.family_models import MODELS
 from checkpoints.quantised_models import KINDS, write_model
 from engines.family_checks import assert_replies
@@ -104,10 +104,15 @@ OF_GPT = {
 def test_linears_by_the_names_of_gpt(
     write_model: Callable[..., Any], device: str, tmp_path: Path, architecture: str
 ) -> None:
-    """In slots and merged, with a rank of their own for some."""
+    """In slots and merged, with ranks and scales of their own by full names, as peft fits them."""
     base = write_model(MODELS[architecture][0].make, tmp_path / "base", 3)
-    targets, own = OF_GPT[architecture], {OF_GPT[architecture][0]: 3}
-    options = {"fan_in_fan_out": architecture == "GPT2LMHeadModel", "rank_pattern": own}
+    targets = OF_GPT[architecture]
+    one, other, *_ = (name for name in linears_of(base.model) if name.endswith(targets[0]))
+    options = {
+        "fan_in_fan_out": architecture == "GPT2LMHeadModel",
+        "rank_pattern": {f"^{one}": 3, other: 4},
+        "alpha_pattern": {f"^{other}": 30},
+    }
     adapter, oracle = with_adapter(base, tmp_path, targets, rank=6, **options)
     prompts = base.prompts((1, 17, 40))
     sizes = {"device": device, "max_adapter_rank": 6}
