@@ -74,6 +74,27 @@ def _deepseek_v2(**sizes: Any) -> dict[str, Any]:
     return {"architectures": ["DeepseekV2ForCausalLM"], **fixed, **sizes}
 
 
+def _csm(depth: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
+    """A model whose step emits a frame of codes, as CSM does; `depth` is its inner decoder."""
+    shared = {name: sizes[name] for name in ("num_codebooks", "vocab_size")}
+    fixed = {"model_type": "csm", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    of_depth = {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "backbone_hidden_size": sizes["hidden_size"],
+        "max_position_embeddings": shared["num_codebooks"] + 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+    return {
+        "architectures": ["CsmForConditionalGeneration"],
+        **fixed,
+        "codebook_eos_token_id": 0,
+        "tie_codebooks_embeddings": True,
+        **sizes,
+        "depth_decoder_config": {**of_depth, **shared, **depth},
+    }
+
+
 def _gemma3(**sizes: Any) -> dict[str, Any]:
     """The language model alone, as `text_config` of the published files has it."""
     fixed = {
@@ -236,6 +257,31 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         vocab_size=256, max_position_embeddings=512,
     ),
     "gpt-oss-20b-bf16": _gpt_oss(),
+    "csm-1b": _csm(
+        {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=2051, text_vocab_size=128256,
+        num_codebooks=32, max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    # The sizes of Qwen3-TTS 1.7B in the form of CSM: all codebooks have as many codes.
+    "qwen3-tts-1.7b": _csm(
+        {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=2048, text_vocab_size=151936,
+        num_codebooks=16, max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    ),
+    "tiny-csm": _csm(
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=64, text_vocab_size=256,
+        num_codebooks=4, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "tiny-moe": _qwen3_moe(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=512,

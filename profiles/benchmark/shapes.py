@@ -32,6 +32,7 @@ from graphengine.models.checkpoints.random_values import (
 )
 from graphengine.models.contract import ModelConfig
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.inner.weights import InnerWeights
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.states import Paged, recurrent_states
@@ -183,13 +184,17 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
 def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, experts: float | None = None) -> int:
     """Bytes of the weights that a decode step must read; `dtype` is the model's.
 
-    An embedding counts only if it is lm_head, too; else a step reads just a few of its rows.
+    An embedding counts only if it is lm_head, too; else a step reads just a few of its rows. An
+    inner decoder's weights count once for each of its runs in a step: as many as a frame has codes.
 
     experts  experts that a layer reads on average; None: all of them
     """
     weights = model.allocate(device="meta", dtype=dtype)
     embedding = 0 if weights.lm_head is weights.embedding else weights.embedding.nbytes
     read = float(weights.nbytes - embedding)
+    if isinstance(weights.inner_weights, InnerWeights):
+        once = {id(tensor): tensor.nbytes for tensor in weights.inner_weights.tensors()}
+        read += weights.inner_weights.step_nbytes - sum(once.values())
     if weights.routed is not None and experts is not None:
         read -= weights.routed.nbytes * (1 - experts / weights.routed.experts)
     return round(read)

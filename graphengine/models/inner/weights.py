@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.streams import tensors_of
 from graphengine.models.decoder_layer import LayerWeights, allocate_layer
 from graphengine.models.inner.inner_decoder import InnerDecoder
@@ -72,6 +73,23 @@ class InnerWeights:
             stored = config.stored or (f"{names.frames}.weight",)
             return dict.fromkeys(stored, self.frames)
         return {f"{names.frames}.weight": self.frames, f"{names.codes}.weight": self.codes}
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of weights that all runs of a step read: layers and projection in each run, and a
+        head in each but the first, in which the last layer ends with its keys and values.
+
+        Of the embeddings of codes a step reads a few rows, which do not count.
+        """
+        runs, last = self.config.steps, self.layers[-1]
+        layers = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        attention = last.attention
+        assert isinstance(attention, AttentionWeights), f"{attention=}"
+        at_first = (last.input_norm, attention.qkv, attention.qkv_bias)
+        left_out = sum(tensor.nbytes for tensor in last.tensors())
+        left_out -= sum(tensor.nbytes for tensor in at_first if tensor is not None)
+        later = (runs - 1) * self.norm.nbytes + self.heads.nbytes
+        return runs * (layers + self.projection.nbytes) - left_out + later
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor but `first_book`, tied ones twice."""
