@@ -16,7 +16,7 @@ MORE :=
 # Modules that one process compiled are read by the next ones, of which tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long $(CHECKS) minimum newest other-capability gpu gpus sanitize docs pictures install
+.PHONY: demo test test-long $(CHECKS) minimum newest peft other-capability gpu gpus sanitize docs pictures install
 
 demo: $(VENV)/engine
 	$(EDITABLE)
@@ -29,7 +29,7 @@ test: install
 
 # All of what `make test` tries a little of: examples, matrices, seeds.
 test-long:
-	GRAPHENGINE_LONG=5 $(MAKE) test
+	GRAPHENGINE_LONG=5 $(MAKE) test MORE="$(MORE) peft"
 
 lint:
 	$(BIN)/ruff check .
@@ -88,6 +88,17 @@ newest: install
 		tests/kernels/core/test_launching.py tests/kernels/attention/test_prefill_gluon.py \
 		tests/kernels/linear/test_linear_swiglu.py
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest tests/kernels/sample
+
+# Adapters against peft, which asks for much that nothing else here uses.
+PEFT := $(VENV)/peft
+
+peft: install
+	$(call over_venv,$(PEFT))
+	$(BIN)/pip --python $(PEFT)/bin/python install $(LAZY) --only-binary :all: \
+		--constraint constraints.txt peft
+	$(BIN)/pip --python $(PEFT)/bin/python install --quiet --no-deps --no-build-isolation .
+	OMP_NUM_THREADS=1 $(PEFT)/bin/python -m pytest $(ENGINE_TESTS)/models/test_adapters_of_peft.py \
+		$(ENGINE_TESTS)/models/test_adapter_files.py
 
 # Of a machine without this one's vector units, whose sums are added up in another order.
 other-capability: install

@@ -200,7 +200,7 @@ def load_adapter(
         )
     slot = adapters.next_slot(name)
     adapter = open_adapter(path, whole_weights(loaded.whole), sizes)
-    parts = dict(adapter.parts())
+    parts = dict(adapter.parts(core.memory.dtype))
     with span("load adapter"):
         core.runtime.load_adapter(loaded, slot, adapter.folder, parts)
     core.counters["adapters/loads"] += 1

@@ -103,8 +103,12 @@ def read_checkpoint(
     model = with_state_dtype(model, config.state_dtype)
     check_frames(model, config)
     if config.merge_adapter is not None:
+        # On a CPU without a dtype an engine computes in float32, which holds all that is stored.
         checkpoint = with_merged(
-            checkpoint, Adapter.open(config.merge_adapter), _transposed_linears(model)
+            checkpoint,
+            Adapter.open(config.merge_adapter),
+            _transposed_linears(model),
+            config.torch_dtype,
         )
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     named = None if tokenizer is None else tokenizer.eos_token_id

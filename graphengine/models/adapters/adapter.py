@@ -155,10 +155,13 @@ class Adapter:
                 f"than r={rank}"
             )
 
-    def parts(self) -> Iterator[tuple[str, AdapterPart]]:
-        """Each changed linear's matrices, on the host.
+    def parts(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, AdapterPart]]:
+        """Each changed linear's matrices, on the host, in the file's dtype.
 
-        ValueError for values that are not finite, and for a file that cannot be read.
+        dtype  what they will be cast to; None: nothing narrower
+
+        ValueError for values that are not finite, or not once they are cast, and for a file that
+        cannot be read.
         """
         file = self.folder / WEIGHTS_FILE
         try:
@@ -166,15 +169,21 @@ class Adapter:
                 for name, stem in self.stored.items():
                     down, up = weights.get_tensor(stem + _DOWN), weights.get_tensor(stem + _UP)
                     for matrix, ending in ((down, _DOWN), (up, _UP)):
-                        if not bool(torch.isfinite(matrix).all()):
-                            raise ValueError(
-                                f"{file}: {stem}{ending} has a number that is not finite"
-                            )
+                        check_finite_as(matrix, dtype or matrix.dtype, f"{file}: {stem}{ending}")
                     sharing, scale = self._sharing(name), self.config.scale_of(self._named(name))
                     place = sharing.index(name)
                     yield name, AdapterPart(down, up, scale, place, len(sharing))
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def check_finite_as(value: Tensor, dtype: torch.dtype, name: str) -> None:
+    """ValueError, with the count, for numbers that are not finite once they are cast to `dtype`."""
+    wrong = int((~value.to(dtype).isfinite()).sum())
+    if wrong:
+        raise ValueError(
+            f"{name} has {wrong} of {value.numel()} numbers that are not finite as {dtype}"
+        )
 
 
 def _stems(file: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -183,9 +192,11 @@ def _stems(file: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     known = {stem + ending for stem in stems for ending in (_DOWN, _UP)}
     unknown = [name for name in tensors if name not in known]
     if unknown:
+        has_base = any(name.endswith(".base_layer.weight") for name in unknown)
+        hint = ": save it again with save_embedding_layers=False, without weights of the base"
         raise ValueError(
             f"{file} has {len(unknown)} of {len(tensors)} tensors that are no matrices of linears: "
-            f"{some(unknown)}"
+            f"{some(unknown)}{hint if has_base else ''}"
         )
     missing = sorted(known - tensors.keys())
     if missing:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from graphengine.models.adapters.adapter import Adapter, AdapterPart
+from graphengine.models.adapters.adapter import Adapter, AdapterPart, check_finite_as
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import TensorSlice
 from graphengine.models.quantised.config import quantisation_of
@@ -16,14 +18,19 @@ _WEIGHT = ".weight"
 
 
 def with_merged(
-    checkpoint: Checkpoint, adapter: Adapter, transposed: Collection[str] = ()
+    checkpoint: Checkpoint,
+    adapter: Adapter,
+    transposed: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> Checkpoint:
     """The checkpoint whose linears have the adapter's products in them: W + scale * B A, computed
     in float32 and rounded to the dtype that W is stored in. Any linear with a weight of its own may
     be changed.
 
     transposed  names of the linears that it has with columns where others have rows
+    dtype       what the engine casts weights to; None: they stay as stored
 
+    A weight that is no longer finite, as stored or as `dtype`, is a ValueError when it is read.
     ValueError, with names and numbers, for an adapter of another base, and for quantised weights.
     """
     quantisation = quantisation_of(checkpoint)
@@ -43,14 +50,18 @@ def with_merged(
         else:
             others.append(name.removesuffix(_WEIGHT))
     adapter.check(shapes, others)
-    return replace(checkpoint, merge=_Merge(dict(adapter.parts()), transposed))
+    return replace(checkpoint, merge=_Merge(adapter, transposed, dtype))
 
 
 class _Merge:
     """Adds the product of an adapter's matrices to the weight that is read."""
 
-    def __init__(self, parts: Mapping[str, AdapterPart], transposed: Collection[str]) -> None:
-        self._parts, self._transposed = parts, transposed
+    def __init__(
+        self, adapter: Adapter, transposed: Collection[str], dtype: torch.dtype | None
+    ) -> None:
+        self._parts: Mapping[str, AdapterPart] = dict(adapter.parts())
+        self._folder: Path = adapter.folder
+        self._transposed, self._dtype = transposed, dtype
 
     def __call__(self, name: str, value: Tensor, cut: TensorSlice | None) -> Tensor:
         linear = name.removesuffix(_WEIGHT)
@@ -64,4 +75,6 @@ class _Merge:
             down = cut._replace(axis=1).part(down)
         product = up.to(value.device).float() @ down.to(value.device).float()
         product = product.t() if transposed else product
-        return (value.float() + part.scale * product).to(value.dtype)
+        merged = (value.float() + part.scale * product).to(value.dtype)
+        check_finite_as(merged, self._dtype or merged.dtype, f"{self._folder} merged into {name}")
+        return merged

@@ -218,8 +218,10 @@ class Checkpoint:
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
-        and file sizes are checked before anything is read. Files are mapped into memory one after
-        another: the host holds at most one file and a part of a tensor.
+        and file sizes are checked before anything is read. Norms and biases, which have one
+        dimension, are searched for NaN and infinite numbers; larger tensors are not. Files are
+        mapped into memory one after another: the host holds at most one file and a part of a
+        tensor.
         """
         targets = self._check(destinations)
         names_by_file: dict[Path, list[str]] = {}
@@ -232,6 +234,8 @@ class Checkpoint:
             progress(done, total)
         for file, names in names_by_file.items():
             for name, source in self._read(file, names):
+                if source.ndim < 2 and self.drawn_on is None:
+                    _check_finite(f"{file}: {name}", source)
                 for part in _fill(targets[name], source):
                     done += part
                     if progress is not None:
@@ -519,6 +523,13 @@ def _fill(wanted: Sequence[Tensor | ReorderedTensor], source: Tensor) -> Iterato
             for each in ordered:
                 each.place(rows, part)
         yield part.nbytes
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    """ValueError, with the count, for a tensor with a NaN or an infinite number."""
+    if value.dtype in WEIGHT_DTYPES and not bool(value.isfinite().all()):
+        wrong = int((~value.isfinite()).sum())
+        raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are not finite")
 
 
 def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:

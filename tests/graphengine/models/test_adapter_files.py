@@ -15,6 +15,8 @@ from checkpoints.adapters import ALL, matrices, write_adapter
 from graphengine import Engine
 from graphengine.models.adapters.adapter import Adapter
 from graphengine.models.adapters.adapter_config import AdapterConfig
+from graphengine.models.adapters.merging import with_merged
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NAME = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -173,6 +175,10 @@ def head(tensors: dict[str, torch.Tensor]) -> None:
     tensors["base_model.model.lm_head.lora_B.weight"] = torch.zeros(307, 4)
 
 
+def whole_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.lm_head.base_layer.weight"] = torch.zeros(307, 80)
+
+
 def rename(tensors: dict[str, torch.Tensor]) -> None:
     for name in [*tensors]:
         tensors[name.replace("layers.1.", "layers.7.")] = tensors.pop(name)
@@ -187,7 +193,8 @@ def shorten(tensors: dict[str, torch.Tensor]) -> None:
     [
         (drop, r"lacks 1 of 28 matrices: .*q_proj\.lora_B\.weight"),
         (narrow, r"q_proj has matrices \[4, 79\] and \[256, 4\], not \[4, 80\] .* another base"),
-        (spoil, r"q_proj\.lora_B\.weight has a number that is not finite"),
+        (spoil, r"q_proj\.lora_B\.weight has 1 of 1024 numbers that are not finite as torch\.f"),
+        (whole_head, r"1 of 29 tensors .*lm_head\.base_layer\.weight: save it again with save_emb"),
         (embed, r"has 1 of 29 tensors that are no matrices of linears: .*lora_embedding_A"),
         (head, r"changes 1 of 15 linears that adapters cannot change here: lm_head"),
         (rename, r"changes 7 of 14 linears that the base model does not have: model\.layers\.7"),
@@ -200,6 +207,52 @@ def test_matrices_that_are_refused(
     change_tensors(folder, change)
     with pytest.raises(ValueError, match=message):
         open_with(base, folder)
+
+
+def large(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{NAME}.lora_A.weight"][0, 3] = 1e6
+
+
+def huge(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{NAME}.lora_A.weight"][:] = 1e30
+    tensors[f"{NAME}.lora_B.weight"][5] = 1e30
+
+
+def test_matrices_too_large_for_the_dtype(base: Any, folder: Path) -> None:
+    """1e6 is finite in float32, and not in float16."""
+    change_tensors(folder, large)
+    open_with(base, folder)
+    message = r"q_proj\.lora_A\.weight has 1 of 320 numbers that are not finite as torch\.float16"
+    with pytest.raises(ValueError, match=message):
+        open_with(base, folder, dtype="float16")
+
+
+def test_merged_weights_too_large_for_the_dtype(base: Any, folder: Path) -> None:
+    merge: dict[str, Any] = {"adapters": None, "merge_adapter": folder}
+    change_tensors(folder, large)
+    open_with(base, folder, **merge)
+    message = (
+        r"adapter merged into model\.layers\.0\.self_attn\.q_proj\.weight has \d+ of 20480 num"
+    )
+    with pytest.raises(ValueError, match=message + r".* not finite as torch\.float16"):
+        open_with(base, folder, **merge | {"dtype": "float16"})
+    change_tensors(folder, huge)
+    with pytest.raises(ValueError, match=message + r".* not finite as torch\.float32"):
+        open_with(base, folder, **merge)
+
+
+def test_a_head_is_merged(base: Any, folder: Path) -> None:
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        head(tensors)
+        tensors["base_model.model.lm_head.lora_A.weight"][2, 5] = 3
+        tensors["base_model.model.lm_head.lora_B.weight"][7, 2] = 4
+
+    change_tensors(folder, fill)
+    plain = Checkpoint.open(base.path)
+    found = with_merged(plain, Adapter.open(folder)).mapped()["lm_head.weight"]
+    expected = plain.mapped()["lm_head.weight"].clone()
+    expected[7, 5] += 12 * AdapterConfig.read(folder).scale_of("lm_head")
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_rank_above_the_slots(base: Any, folder: Path) -> None:

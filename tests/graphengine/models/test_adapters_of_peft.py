@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoints.family_models import MODELS
+from checkpoints.tower_models import GRIDS, TOWERS
 from extent import extent
 from graphengine import Engine, SamplingParams
 
@@ -39,17 +42,53 @@ def test_tokens_are_those_of_peft(
     base = checkpoints["qwen3-biases"]
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.3, **options)
-    model = peft.get_peft_model(model, config)
+    prompts = base.prompts(extent((1, 17, 75), (1, 17, 90, 300)))
+    model = adapted(model, tmp_path / "adapter", lora_dropout=0.3, **options)
+    assert_tokens(model, base.path, tmp_path / "adapter", prompts, merge=merge)
+
+
+@pytest.mark.parametrize(
+    ("make", "linear"),
+    [
+        (MODELS["GPT2LMHeadModel"][0].make, "attn.c_attn"),
+        (MODELS["GPTJForCausalLM"][0].make, "attn.q_proj"),
+        (GRIDS["qwen2_vl"], "self_attn.q_proj"),
+        (TOWERS["llava"], "self_attn.q_proj"),
+    ],
+    ids=["gpt2", "gptj", "qwen2_vl", "llava"],
+)
+def test_patterns_with_full_names(tmp_path: Path, make: Callable[[], Any], linear: str) -> None:
+    """Names that checkpoints with a vision tower and those of GPT have, which differ from ours."""
+    torch.manual_seed(3)
+    model = make()
+    model.save_pretrained(tmp_path / "base")
+    names = [name for name, _ in model.named_modules() if name.endswith(linear)]
+    one, other = [name for name in names if "vision" not in name and "visual" not in name][:2]
+    model = adapted(
+        model, tmp_path / "adapter", r=4, lora_alpha=8, target_modules=[one, other],
+        rank_pattern={one: 6}, alpha_pattern={f"^{other}": 64},
+    )  # fmt: skip
+    prompts = [torch.randint(3, 240, (count,)).tolist() for count in (1, 17)]
+    for merge in (False, True):
+        assert_tokens(model, tmp_path / "base", tmp_path / "adapter", prompts, merge=merge)
+
+
+def adapted(model: Any, folder: Path, **options: Any) -> Any:
+    """The model with a random adapter, which is saved to the folder."""
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
-    model.save_pretrained(tmp_path / "adapter")
-    model.eval()
-    given: dict[str, Any] = {"adapters": {"a": tmp_path / "adapter"}}
-    if merge:
-        given = {"merge_adapter": tmp_path / "adapter"}
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def assert_tokens(
+    model: Any, base: Path, folder: Path, prompts: Sequence[Sequence[int]], *, merge: bool
+) -> None:
+    """The engine's tokens are the likeliest of peft's model, up to rounding."""
+    given: dict[str, Any] = {"merge_adapter": folder} if merge else {"adapters": {"a": folder}}
     sizes = {
         "max_batch": 2,
         "max_seq_len": extent(128, 384),
@@ -57,10 +96,8 @@ def test_tokens_are_those_of_peft(
         "prefill_buckets": (16, 64),
     }
     params = SamplingParams(temperature=0.0, max_tokens=extent(16, 64), ignore_eos=True)
-    with Engine.from_pretrained(
-        base.path, device="cpu", dtype="float32", **sizes, **given
-    ) as engine:
-        for prompt in base.prompts(extent((1, 17, 75), (1, 17, 90, 300))):
+    with Engine.from_pretrained(base, device="cpu", dtype="float32", **sizes, **given) as engine:
+        for prompt in prompts:
             result = engine.generate(prompt, params, adapter=None if merge else "a")
             sequence = torch.tensor([[*prompt, *result.token_ids]])
             with torch.no_grad():

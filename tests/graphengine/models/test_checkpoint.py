@@ -127,6 +127,20 @@ def test_what_transformers_shards_is_read_whole(tmp_path: Path) -> None:
 # Loading.
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_norms_and_biases_are_finite(single: Path, value: float) -> None:
+    """Tensors of one dimension are searched for numbers that are not finite, larger ones not."""
+    tensors = small_tensors()
+    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    tensors["a.weight"][1, 1] = value
+    save_file(tensors, single / "model.safetensors")
+    Checkpoint.open(single).load(loaded)
+    tensors["b.weight"][2] = value
+    save_file(tensors, single / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: b\.weight has 1 of 8 numbers that"):
+        Checkpoint.open(single).load(loaded)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_load_casts_to_the_destination(sharded: Path, dtype: torch.dtype) -> None:
     expected = small_tensors()
