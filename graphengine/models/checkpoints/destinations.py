@@ -54,13 +54,14 @@ _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
 _DRAFT_LAYER = re.compile(_LAYER.pattern + r"eh_proj\.")
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # Tensors next to a language model that do not affect its tokens: towers for images and sound and
-# their projectors, codecs that turn codes into sound, value heads of reinforcement learning, and a
-# draft vocabulary.
+# their projectors, codecs that turn codes into sound, heads of text of models that say sound alone,
+# value heads of reinforcement learning, and a draft vocabulary.
 _BESIDE = re.compile(
     r"(thinker|code2wav|(talker\.)?(text|hidden)_projection|speaker_encoder)\..*|"
     r"model\.text_embedding\..*|"
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|audio_model|multi_modal_projector|mm_projector|"
-    r"connector|codec_model|embed_vision|embed_audio|vision_embedder)\..*|v_head\..*|d2t|t2d"
+    r"connector|codec_model|embed_vision|embed_audio|vision_embedder)\..*|"
+    r"text_lm_head\..*|v_head\..*|d2t|t2d"
 )
 
 

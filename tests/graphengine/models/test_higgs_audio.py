@@ -372,6 +372,19 @@ def test_a_reply_that_was_cut_off_goes_on(ending: Higgs, device: str) -> None:
             assert np.array_equal(engine.generate(prompt, params).codes, whole)
 
 
+def test_a_session_goes_on_after_what_was_said(ending: Higgs, device: str) -> None:
+    """Its frames are sound to the next turn, the one of end codes that ended it among them."""
+    first, second = text(11), [7, 9, *text(9, seed=2)]
+    said = ending.says(first, 40)
+    ids = [*first, *[SOUND] * (len(said) - 4), *[DELAY] * 4, *second]
+    wanted = ending.says(ids, 10, sound=said)
+    with open_engine(ending.path, device=device, **SIZES) as engine, engine.session() as session:
+        session.append(first)
+        assert np.array_equal(session.generate(greedy(40)).codes, said)
+        session.append(second)
+        assert np.array_equal(session.generate(greedy(10)).codes, wanted)
+
+
 def test_codes_do_not_depend_on_neighbours_or_buckets(five: Higgs, device: str) -> None:
     prompt = text(11)
     asked = [

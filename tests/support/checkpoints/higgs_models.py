@@ -56,6 +56,8 @@ def new_higgs(
         if not ends:
             # One of the other logits is greater than 0.
             model.audio_lm_head.weight[codes - 1 :: codes] = 0
+    # Nobody reads the head of text, which some checkpoints have.
+    model.text_lm_head = torch.nn.Linear(config.hidden_size, TEXT, bias=False)
     return model
 
 
