@@ -246,6 +246,8 @@ def test_calls_that_are_refused(talker: tuple[Path, Any]) -> None:
             with pytest.raises(ValueError, match=message):
                 engine.feed(request, rows)  # type: ignore[arg-type]
         assert request.fed_frames == () and engine.feed(request, rows_of(0)) == 0
+        with pytest.raises(ValueError, match="stream into the frames of this model: it has no ses"):
+            engine.session()
         with pytest.raises(ValueError, match="request=1 must be a Request"):
             engine.feed(1, rows_of(1))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="feed is for models that add an embedding to each"):
