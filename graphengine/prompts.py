@@ -23,6 +23,7 @@ from graphengine.prompt_embeds import (
 )
 from graphengine.text.chat import Messages, Tools
 from graphengine.text.tokenizer import Tokenizer
+from graphengine.text.tokenizer_files import WRITE_TOKENIZER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +219,10 @@ def prompt_ids(
         )
     if isinstance(prompt, str | Chat):
         if tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
+            raise ValueError(
+                "the checkpoint has no tokenizer.json: give token ids as prompts. "
+                f"{WRITE_TOKENIZER}"
+            )
         if isinstance(prompt, str) and known:
             prompt = tokenizer.encode_after(prompt, before)
         elif isinstance(prompt, str):

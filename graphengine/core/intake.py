@@ -50,6 +50,7 @@ from graphengine.requests.stop_tokens import Stops
 from graphengine.routing_record import Ids
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
+from graphengine.text.tokenizer_files import WRITE_TOKENIZER
 
 log = logging.getLogger(__name__)
 
@@ -337,7 +338,10 @@ class Intake:
         prompt has one.
         """
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
+            raise ValueError(
+                "stop strings need a tokenizer; the checkpoint has no tokenizer.json. "
+                f"{WRITE_TOKENIZER}"
+            )
         if self._prompts_only and params.max_tokens not in (None, 1):
             raise ValueError(
                 f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "

@@ -87,6 +87,17 @@ def update_weights(
         log.warning("version %d: %s: drafts %s", state.version, state.stale_drafts, done)
 
 
+def _check_droppable(loaded: LoadedWeights) -> None:
+    """ValueError for weights that no update could bring back."""
+    try:
+        check_plain(loaded.checkpoint)
+    except ValueError as error:
+        raise ValueError(
+            f"release_memory(weights='drop') keeps no weights, and update_weights could not bring "
+            f"them back: {error}. weights='host' keeps a copy"
+        ) from error
+
+
 def _stale_drafts(core: EngineCore, loaded: LoadedWeights) -> str | None:
     """Why the drafter's weights are older than the model's; None if they are not."""
     drafter, state = core.drafter, core.weights
@@ -139,7 +150,7 @@ class MemoryCalls:
         if WEIGHTS in state.released:
             raise ValueError("release_memory(): weights and KV cache are released already")
         if weights == "drop":
-            check_plain(loaded.checkpoint)
+            _check_droppable(loaded)
         with span("release memory"):
             core.runtime.save_memory(loaded, drop=weights == "drop")
             core.drop_cached_kv()

@@ -39,6 +39,7 @@ from graphengine.requests.schemas import for_llguidance, read_number
 from graphengine.sampling_params import SamplingParams
 from graphengine.structured_outputs import StructuredOutputsParams
 from graphengine.text.tokenizer import Tokenizer
+from graphengine.text.tokenizer_files import WRITE_TOKENIZER
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -337,7 +338,8 @@ class Grammars:
     def _check(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
             raise ValueError(
-                "structured_outputs need a tokenizer; the checkpoint has no tokenizer.json"
+                "structured_outputs need a tokenizer; the checkpoint has no tokenizer.json. "
+                f"{WRITE_TOKENIZER}"
             )
         if not self._eos_ids:
             raise ValueError(

@@ -37,6 +37,7 @@ from graphengine.options.logits_params import LogprobsMode
 from graphengine.prompts import token_id
 from graphengine.sampling_params import LOGITS_FIELDS, SamplingParams
 from graphengine.text.tokenizer import Tokenizer
+from graphengine.text.tokenizer_files import WRITE_TOKENIZER
 
 GROUP = "options"
 MASKS = "masks"
@@ -345,7 +346,8 @@ def _bad_words(
             continue
         if tokenizer is None:
             raise ValueError(
-                f"bad_words hold {word!r}, but the checkpoint has no tokenizer.json: give token ids"
+                f"bad_words hold {word!r}, but the checkpoint has no tokenizer.json: give token "
+                f"ids. {WRITE_TOKENIZER}"
             )
         try:
             forms = _forms_of_word(word, tokenizer)

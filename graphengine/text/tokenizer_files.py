@@ -18,6 +18,12 @@ import tokenizers
 
 log = logging.getLogger(__name__)
 
+WRITE_TOKENIZER = (
+    "transformers writes that file, also for a folder with a tokenizer.model: "
+    'python -c "from transformers import AutoTokenizer as T; '
+    "T.from_pretrained('FOLDER').save_pretrained('FOLDER')\""
+)
+"""How to get a `tokenizer.json`."""
 _CONFIG = "tokenizer_config.json"
 _ADDED = "added_tokens.json"
 _MAP = "special_tokens_map.json"

@@ -24,6 +24,13 @@ from graphengine.options.checks import some
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+# What to do about pickled weights.
+_CONVERSION = (
+    ". If you trust the files, this writes such a folder, NEW: "
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('FOLDER', dtype='auto').save_pretrained('NEW', safe_serialization=True)\"; "
+    "copy the tokenizer's files to it"
+)
 # Dtypes of weights.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WEIGHT_DTYPES = tuple(_DTYPES.values())
@@ -157,9 +164,10 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
         return _read_sharded(index)
     others = sorted(f.name for f in directory.iterdir() if f.suffix in _OTHER_FORMATS)
     if others:
+        pickled = any(name.endswith(".bin") for name in others)
         raise ValueError(
             f"{directory} has {some(others, MOST_NAMED)}: only safetensors are read "
-            f"({_SINGLE_FILE}, or shards and {_INDEX_FILE})"
+            f"({_SINGLE_FILE}, or shards and {_INDEX_FILE}){_CONVERSION if pickled else ''}"
         )
     raise ValueError(f"{directory} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
 

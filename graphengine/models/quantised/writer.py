@@ -75,13 +75,18 @@ def write_quantised(
     """
     if out.exists():
         raise ValueError(f"{out} is there already: a checkpoint is written to a new folder")
+    quantisation = quantisation_of(source)
     if is_gguf(source.path):
+        advice = f"quantize={kind!r} rounds it while loading"
+        if quantisation is not None:
+            advice = (
+                "its weights are in 8 or 4 bits already, so open it as it is; to round them to "
+                f"{kind}, take the model's safetensors checkpoint of 16 bits"
+            )
         raise ValueError(
-            f"{source.path} is a GGUF file, which has no folder to write one like it: "
-            f"quantize={kind!r} rounds it while loading"
+            f"{source.path} is a GGUF file, which has no folder to write one like it: {advice}"
         )
     config = read_model(source)
-    quantisation = quantisation_of(source)
     if quantisation is not None:
         raise ValueError(
             f"{source.path} has quantised weights ({quantisation.method}): those of 16 or 32 bits "

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphengine.models.checkpoints.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.models.checkpoints.tensor_files import TensorInfo, TensorSlice
@@ -454,6 +455,21 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
     with pytest.raises(ValueError, match=r"has pytorch_model.bin: only safetensors are read"):
         Checkpoint.open(tmp_path)
+
+
+def test_the_command_that_converts_pickles_works(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model.save_pretrained(tmp_path / "FOLDER")
+    (tmp_path / "FOLDER" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "FOLDER" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="If you trust the files, this writes") as error:
+        Checkpoint.open(tmp_path / "FOLDER")
+    code = str(error.value).partition('python -c "')[2].partition('"')[0]
+    for name in ("FOLDER", "NEW"):
+        code = code.replace(f"'{name}'", repr(str(tmp_path / name)))
+    exec(code, {})
+    assert Checkpoint.open(tmp_path / "NEW").tensors.keys() >= {"lm_head.weight"}
 
 
 def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.checkpoints.gguf.families import FAMILIES, LAYER, MODULES
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.readers import read_weight
+from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.weights import StoredLinear
 
 gguf = pytest.importorskip("gguf")
@@ -428,6 +429,21 @@ def test_a_file_with_an_unknown_tokenizer_takes_token_ids(
         assert len(engine.generate([5, 3], SamplingParams(max_tokens=3)).token_ids) == 3
         with pytest.raises(ValueError, match="give token ids"):
             engine.generate("def f(")
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("Q4_K", r"its weights are in 8 or 4 bits already, so open it as it is"),
+        ("BF16", r"quantize='int8' rounds it while loading$"),
+    ],
+)
+def test_files_are_not_written_as_rounded_checkpoints(
+    write: Callable[..., Case], tmp_path: Path, kind: str, advice: str
+) -> None:
+    case = write("Llama", kind, WIDE)
+    with pytest.raises(ValueError, match=rf"is a GGUF file, which has no folder .*: {advice}"):
+        write_quantised(Checkpoint.open(case.file), tmp_path / "out", "int8")
 
 
 @pytest.mark.parametrize(

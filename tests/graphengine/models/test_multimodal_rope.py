@@ -297,7 +297,7 @@ def _counted(parts: Sequence[tuple[int, int, int] | int]) -> tuple[Embeds, list[
 
 @settings(deadline=None, max_examples=examples(40, 200))
 @given(st.lists(st.integers(0, 5) | st.tuples(*[st.integers(1, 4)] * 3), max_size=5), st.data())
-def test_rows_are_those_of_get_rope_index(
+def test_rows_are_those_counted_one_by_one(
     parts: list[tuple[int, int, int] | int], data: st.DataObject
 ) -> None:
     embeds, rows, following = _counted(parts)

@@ -77,6 +77,13 @@ def test_what_works_names_the_checkpoints_that_are_accepted() -> None:
     assert sorted(re.findall("`(.+?)`", "\n".join(rows))) == sorted(map(_short, ACCEPTED))
 
 
+def test_what_works_names_the_architectures_that_are_not_known() -> None:
+    page = (ROOT / "docs" / "supported.md").read_text()
+    models = page.partition("## Models")[2].partition("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| `.*", models, re.MULTILINE)))
+    assert sorted(listed) == sorted(UNKNOWN)
+
+
 def _short(name: str) -> str:
     return name.rpartition("/")[2]
 
