@@ -72,6 +72,10 @@ def logprob_agreement(
     model's logits are divided by the temperature first. ValueError for parameters whose effect on
     the logits the model does not know: penalties, bans and biases but with "raw_logprobs", filters
     and min_tokens with "sampled_logprobs"; and where there is nothing to compare.
+
+    The gaps are those of whole models: they do not tell which layer, or which kind of layer, a
+    difference comes from, since an engine keeps no hidden states while it decodes. For prompts, an
+    engine opened with `SaveHiddenStates` saves the residual stream after chosen layers.
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts={prompts!r:.99} must be a sequence of prompts, not one prompt")
