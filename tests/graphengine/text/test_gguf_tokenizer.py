@@ -246,7 +246,7 @@ def test_words_of_deepseek_v2(tmp_path: Path) -> None:
     ]
 
 
-def save_beside(library: tokenizers.Tokenizer, folder: Path, pre: str = "viking") -> Path:
+def save_beside(library: tokenizers.Tokenizer, folder: Path, pre: str | None = "viking") -> Path:
     """A GGUF file with a pre-tokenizer that is not known, and the tokenizer it is made from."""
     library.save(str(folder / "tokenizer.json"))
     template = {"chat_template": "{{ messages[0].content }}"}
@@ -258,9 +258,12 @@ def tokenizer_file_of(file: Path) -> Path | None:
     return GgufModel(read_gguf(file), {}, {}, {}).tokenizer_file
 
 
-def test_a_tokenizer_beside_the_file_takes_the_place_of_an_unknown_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", ["viking", None])
+def test_a_tokenizer_beside_the_file_takes_the_place_of_an_unknown_one(
+    tmp_path: Path, pre: str | None
+) -> None:
     library = byte_level("smollm")
-    file = save_beside(library, tmp_path)
+    file = save_beside(library, tmp_path, pre)
     assert tokenizer_file_of(file) == tmp_path / "tokenizer.json"
     tokenizer = Tokenizer.from_directory(file)
     for text in (*TEXTS[:20], WORDS, "12345<think>"):

@@ -1,7 +1,7 @@
 """How byte-level tokenizers of GGUF files cut texts into words, by the name of the pre-tokenizer.
 
 The names are llama.cpp's. The rules are those of the models' own `tokenizer.json`, where they
-differ. A name stands here only if these rules are known, the normalisation of texts included.
+differ. A name stands here only if these rules are known, and how texts are normalised.
 """
 
 from __future__ import annotations
@@ -111,6 +111,6 @@ def unknown_tokenizer(file: GgufFile) -> str | None:
         return None
     if kind != "gpt2":
         return f"tokenizer.ggml.model={shown(kind)}"
+    # Old files lack the name.
     name = file.metadata.get("tokenizer.ggml.pre")
-    # A missing name is an error of its own.
-    return None if name in (None, *SPLITTINGS) else f"tokenizer.ggml.pre={shown(name)}"
+    return None if name in SPLITTINGS else f"tokenizer.ggml.pre={shown(name)}"
