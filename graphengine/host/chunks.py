@@ -72,7 +72,8 @@ class Chunks:
             chunks.append(chunk)
             if len(chunks) == self._prompts or chunk.noted or not _may_pack(request.job):
                 break
-        self._counters["packed_chunks"] += len(chunks[1:])
+        if len(chunks) > 1:
+            self._counters["packed_chunks"] += len(chunks) - 1
         return tuple(chunks)
 
     def _fits(self, request: Request, fed: int, most: int) -> bool:

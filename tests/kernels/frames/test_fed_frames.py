@@ -130,7 +130,7 @@ def test_a_code_is_embedded_by_its_own_codebook(
             best.to(twin.device),
             health.to(twin.device),
             torch.tensor(slot, dtype=torch.int32, device=twin.device),
-            torch.zeros(places, 4, dtype=torch.int32, device=twin.device),
+            torch.full((places, 4), -1, dtype=torch.int32, device=twin.device),
             torch.zeros(SLOTS, places, dtype=torch.int32, device=twin.device),
             rest.to(twin.device),
             torch.full((1, 4, 8), 7.0, device=twin.device),
