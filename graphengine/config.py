@@ -501,7 +501,7 @@ class EngineConfig(RankOptions):
         if self.quantize_lm_head and self.quantize is None:
             raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")
         if self.prompt_logprobs_out and not self.prompt_logprobs:
-            raise ValueError("prompt_logprobs_out=True is for one with prompt_logprobs=True")
+            raise ValueError("prompt_logprobs_out=True is for an engine with prompt_logprobs=True")
         if self.prefill_cut is not None:
             self._keep_cut(self.prefill_cut)
         self._check_speculation()

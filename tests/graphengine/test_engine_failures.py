@@ -468,6 +468,9 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "draft": lambda: engine.draft(None, [1]),  # type: ignore[arg-type]
         "force": lambda: engine.force(None, 1),  # type: ignore[arg-type]
         "embed_frames": lambda: engine.embed_frames([[1]]),
+        "delay_frames": lambda: engine.delay_frames([[1]]),
+        "undelay_frames": lambda: engine.undelay_frames([[1]]),
+        "feed": lambda: engine.feed(None, torch.zeros(1, 4)),  # type: ignore[arg-type]
         "generate": lambda: engine.generate(PROMPT),
         "generate_many": lambda: engine.generate_many(PROMPT, n=2),
         "load_adapter": lambda: engine.load_adapter("a", "nowhere"),

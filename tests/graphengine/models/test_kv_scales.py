@@ -105,8 +105,14 @@ K, V, PROJ_K = (f"{PREFIXES[1]}{name}" for name in ("k_scale", "v_scale", "k_pro
         ({K: torch.ones(3), V: torch.ones(1)}, r"k_scale of shape \[3\]: .* each of 2 kv heads"),
         ({K: torch.ones(()), V: torch.tensor([1.0, 0.0])}, "v_scale with 0: a scale is positive"),
         ({K: torch.tensor(-1.0), V: torch.ones(())}, "k_scale with -1: a scale is positive"),
-        ({K: torch.tensor(torch.nan), V: torch.ones(())}, "k_scale with nan: a scale is positive"),
-        ({K: torch.tensor(torch.inf), V: torch.ones(())}, "k_scale with inf: a scale is positive"),
+        (
+            {K: torch.tensor(torch.nan), V: torch.ones(())},
+            "k_scale has 1 of 1 numbers that",
+        ),
+        (
+            {K: torch.tensor(torch.inf), V: torch.ones(())},
+            "k_scale has 1 of 1 numbers that",
+        ),
         (
             {K: torch.ones(()), V: torch.tensor(5e-9)},
             r"1\.self_attn\.v_scale with 5e-09: a scale is positive, in \[1e-08, 10000\]",

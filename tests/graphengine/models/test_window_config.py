@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from graphengine.kernels.norm_rope.rope_config import rope_frequencies
 from graphengine.models.composition import attention_of, blocks_of, has_local_tables, windows_of
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families import beside_towers
+from graphengine.models.families import beside_towers, qwen3_omni
 from graphengine.models.families.registry import FAMILIES, read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
 
@@ -170,10 +170,11 @@ def test_rope_is_told_apart_by_layer_type(key: str) -> None:
 def test_every_family_says_which_windows_it_has() -> None:
     """A new family decides it, rather than to have none by oversight.
 
-    A language model beside a tower is of a family that is listed itself.
+    A language model beside a tower is of a family that is listed itself, and a talker has the keys
+    of its decoder in a part of its config.
     """
     for architecture, read in FAMILIES.items():
-        if read is beside_towers.read_config:
+        if read in (beside_towers.read_config, qwen3_omni.read_config, qwen3_omni.read_tts):
             continue
         changes = USED | {
             "sliding_window": 9,
@@ -186,3 +187,18 @@ def test_every_family_says_which_windows_it_has() -> None:
             assert "sliding" in str(error)
         else:
             assert windows_of(config) == (9, 0, 9, 0)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeTalkerForConditionalGeneration"],
+)
+def test_a_talker_has_no_windows(architecture: str) -> None:
+    own = {"sliding_window": 9, "use_sliding_window": True, "shared_expert_intermediate_size": 16}
+    talker = {"codec_eos_token_id": 1, "text_config": own, "architectures": [architecture]}
+    whole = architecture.endswith("MoeForConditionalGeneration")
+    config = {"talker_config": talker, "architectures": [architecture]} if whole else talker
+    with pytest.raises(ValueError, match="use_sliding_window=True: supported: False"):
+        read_model_config(config)
+    own["use_sliding_window"] = False
+    assert not any(windows_of(read_model_config(config)))

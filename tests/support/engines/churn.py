@@ -151,7 +151,7 @@ class Owners:
         usual = SamplingParams()
         asked = [request.params for request in self.requests if request.token_ids]
         # Prompts are token ids here, no model has experts or frames, and nobody forces tokens.
-        left_out = {"add_bos", "seed", "routing", "forced_tokens", "codes", "forced_codes"}
+        left_out = {"add_bos", "seed", "routing", "forced_tokens", "codes", "forced_codes", "feed"}
         if not HAS_GRAMMARS:
             left_out.add("structured_outputs")
         options = [each.name for each in dataclasses.fields(SamplingParams)]
