@@ -20,6 +20,10 @@ from hypothesis import HealthCheck, Phase, settings
 # The option --workers.
 pytest_plugins = ["workers"]
 
+# transformers would load models in threads of its own, where torch now and then finds that a forked
+# worker's threads are not those that it had ("Invalid thread pool!").
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
