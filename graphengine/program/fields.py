@@ -349,9 +349,10 @@ def host_updates(
                 [None if request is None else request.job.processing for request in slots]
             )
     if plan.prefill is not None:
-        updates |= chunk_updates(plan.prefill, speculative=speculative)
         if plan.packed:
             updates |= packed_updates(plan.chunks)
+        else:
+            updates |= chunk_updates(plan.prefill, speculative=speculative)
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
     return updates
