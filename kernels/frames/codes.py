@@ -272,11 +272,15 @@ def _check(
     if table_MH is not None:
         check_rows(table=table_MH)
         codes = check_codes(code_SK, table_MH, first_UH)
-    places = code_SK.shape[-1]
+    check_frame(frame_KN, code_SK.shape[-1], lanes)
+    return codes
+
+
+def check_frame(frame_KN: torch.Tensor, places: int, lanes: int) -> None:
+    """ValueError unless the frame is dense int32 [K, N] of so many places and lanes."""
     shape, dtype = tuple(frame_KN.shape), frame_KN.dtype
     if shape != (places, lanes) or dtype != torch.int32 or not frame_KN.is_contiguous():
         raise ValueError(f"frame must be a dense int32 [{places}, {lanes}], not {dtype} {shape}")
-    return codes
 
 
 @triton.jit

@@ -27,7 +27,8 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.frames.codes import FrameToken, new_token
+from graphengine.kernels.frames.codes import FrameToken, check_frame, new_token
+from graphengine.kernels.frames.embed import check_code
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import (
     check_tiles,
@@ -201,7 +202,8 @@ def take_frame(
     """
     lanes = slot_N.numel()
     check_lanes(lanes, slot=slot_N, position=position_N)
-    slots, places = _check_codes(code_SK, frame_KN, lanes)
+    slots, places = check_code(code_SK)
+    check_frame(frame_KN, places, lanes)
     check_lanes(slots, **state._asdict())
     tiles = check_tiles(best_NC, health_NC, lanes)
     others = check_tiles(best_RD, health_RD, lanes * (places - 1)) if places > 1 else 1
@@ -288,18 +290,6 @@ def take_frame_reference(
     best_L, health_L = tile_of_token_reference(token_L, valid_L)
     made.best[live, 0], made.health[live, 0], made.token[live] = best_L, health_L, token_L
     return made
-
-
-def _check_codes(code_SK: torch.Tensor, frame_KN: torch.Tensor, lanes: int) -> tuple[int, int]:
-    """S and K; ValueError unless codes and frame are dense and fit each other."""
-    shape, dtype = tuple(code_SK.shape), code_SK.dtype
-    if len(shape) != 2 or dtype != torch.int32 or not code_SK.is_contiguous() or 0 in shape:
-        raise ValueError(f"code must be a dense int32 [S, K], not {dtype} {shape}")
-    slots, places = shape
-    shape, dtype = tuple(frame_KN.shape), frame_KN.dtype
-    if shape != (places, lanes) or dtype != torch.int32 or not frame_KN.is_contiguous():
-        raise ValueError(f"frame must be a dense int32 [{places}, {lanes}], not {dtype} {shape}")
-    return slots, places
 
 
 @triton.jit

@@ -36,16 +36,22 @@ class FedRows(NamedTuple):
     """int32 [S]"""
 
 
+def check_code(code_SK: torch.Tensor) -> tuple[int, int]:
+    """S and K; ValueError unless `code_SK` is dense int32 [S, K]."""
+    shape, dtype = tuple(code_SK.shape), code_SK.dtype
+    if len(shape) != 2 or dtype != torch.int32 or not code_SK.is_contiguous() or 0 in shape:
+        raise ValueError(f"code must be a dense int32 [S, K], not {dtype} {shape}")
+    slots, places = shape
+    return slots, places
+
+
 def check_codes(
     code_SK: torch.Tensor, table_MH: torch.Tensor, first_UH: torch.Tensor | None = None
 ) -> int:
     """V; ValueError unless `code_SK` is dense int32 [S, K] and the table has K * V rows, or with
     `first_UH` (K - 1) * V.
     """
-    shape, dtype = tuple(code_SK.shape), code_SK.dtype
-    if len(shape) != 2 or dtype != torch.int32 or not code_SK.is_contiguous() or 0 in shape:
-        raise ValueError(f"code must be a dense int32 [S, K], not {dtype} {shape}")
-    rows, books = table_MH.shape[0], shape[1]
+    rows, (_, books) = table_MH.shape[0], check_code(code_SK)
     if first_UH is not None:
         books -= 1
         check_rows(first=first_UH)
