@@ -19,25 +19,23 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.core.triton_versions import load_tile, store_tile, sync_threads
+from graphengine.kernels.linear.gluon.chunk_gluon import (
+    ask_inputs,
+    ask_weights,
+    multiply_tile,
+    store_piece,
+)
 from graphengine.kernels.linear.prefill.chunk_tiles import described
 from graphengine.kernels.linear.prefill.linear_swiglu import (
     ALIGNMENT,
     GLUON_DTYPES,
     LANES,
-    ask_inputs,
     fits_tma,
 )
 from graphengine.kernels.linear.reference import matmul_groups
@@ -174,7 +172,7 @@ def _chunk_kernel(
     steps = own_tiles * STEPS
 
     for first in gl.static_range(STAGES - 1):
-        _ask_weights(inputs, weights, w, arrived, first, steps, LANE_TILES, STEPS, STAGES)
+        ask_weights(inputs, weights, w, arrived, first, steps, 0, LANE_TILES, STEPS, STAGES)
     _wait_for_inputs(PDL, True)
     for first in gl.static_range(STAGES - 1):
         ask_inputs(inputs, x, arrived, first, steps, LANE_TILES, STEPS, STAGES)
@@ -182,20 +180,9 @@ def _chunk_kernel(
     step = 0
     for turn in range(own_tiles):
         sums = gl.zeros([LANES, B], gl.float32, product)
-        for _ in range(STEPS):
-            stage = step % STAGES
-            mbarrier.wait(arrived.index(stage), (step // STAGES) & 1)
-            sums = warpgroup_mma(
-                x.index(stage), w.index(stage).permute((1, 0)), sums, is_async=True
-            )
-            # The `wgmma` of the step before is done in both warp groups: its stage is free.
-            sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
-            sync_threads()
-            ahead = step + STAGES - 1
-            _ask_weights(inputs, weights, w, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
-            ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
-            step += 1
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        sums, step = multiply_tile(
+            *(inputs, weights, x, w, arrived, sums, step, steps), 0, LANE_TILES, STEPS, STAGES
+        )
         tile = gl.program_id(0) + turn * programs
         lane, output = tile % LANE_TILES * LANES, tile // LANE_TILES * B
         if bias_ptr is not None:
@@ -203,49 +190,13 @@ def _chunk_kernel(
             sums += gl.load(bias_ptr + at, mask=at < M, other=0.0).to(gl.float32)[None, :]
         PIECES: gl.constexpr = B // out.block_shape[1]
         if PIECES == 1:
-            _store(sums.to(dtype), y, out, [lane, output])
+            store_piece(sums.to(dtype), y, out, [lane, output])
         else:
             pieces = gl.permute(gl.reshape(sums, [LANES, PIECES, B // PIECES]), [0, 2, 1])
             low, high = gl.split(pieces)
-            _store(low.to(dtype), y, out, [lane, output])
-            _store(high.to(dtype), y, out, [lane, output + B // PIECES])
+            store_piece(low.to(dtype), y, out, [lane, output])
+            store_piece(high.to(dtype), y, out, [lane, output + B // PIECES])
     tma.store_wait(0)
-
-
-@gluon.jit
-def _store(piece, y, out, at):
-    """Store a piece of a tile from `y`, once the piece before it has been stored from there."""
-    tma.store_wait(0)
-    sync_threads()
-    y.store(piece)
-    fence_async_shared()
-    sync_threads()
-    store_tile(out, at, y)
-
-
-@gluon.jit
-def _ask_weights(
-    inputs,
-    weights,
-    w,
-    arrived,
-    step,
-    steps,
-    LANE_TILES: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Request a step's weights for its stage, whose barrier expects the inputs as well."""
-    B: gl.constexpr = weights.block_shape[0]
-    BLOCK_K: gl.constexpr = weights.block_shape[1]
-    there = step < steps
-    stage = step % STAGES
-    barrier = arrived.index(stage)
-    bytes: gl.constexpr = (inputs.block_shape[0] + B) * BLOCK_K * 2
-    mbarrier.expect(barrier, bytes, pred=there)
-    tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
-    at = [tile // LANE_TILES * B, step % STEPS * BLOCK_K]
-    load_tile(weights, at, barrier, w.index(stage), pred=there)
 
 
 def linear_chunk_reference(

@@ -20,20 +20,19 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.core.triton_versions import load_tile, store_tile, sync_threads
+from graphengine.kernels.linear.gluon.chunk_gluon import (
+    ask_inputs,
+    ask_weights,
+    multiply_tile,
+    store_piece,
+)
 from graphengine.kernels.linear.linear_triton import load_delta
 from graphengine.kernels.linear.prefill.chunk_tiles import described
 from graphengine.kernels.norm_rope.activation import (
@@ -225,7 +224,7 @@ def _swiglu_kernel(
     steps = own_tiles * STEPS
 
     for first in gl.static_range(STAGES - 1):
-        _ask_weights(inputs, weights, w, arrived, first, steps, LANE_TILES, F, STEPS, STAGES)
+        ask_weights(inputs, weights, w, arrived, first, steps, F, LANE_TILES, STEPS, STAGES)
     _wait_for_inputs(PDL, True)
     for first in gl.static_range(STAGES - 1):
         ask_inputs(inputs, x, arrived, first, steps, LANE_TILES, STEPS, STAGES)
@@ -233,20 +232,9 @@ def _swiglu_kernel(
     step = 0
     for turn in range(own_tiles):
         both = gl.zeros([LANES, 2 * B], gl.float32, product)
-        for _ in range(STEPS):
-            stage = step % STAGES
-            mbarrier.wait(arrived.index(stage), (step // STAGES) & 1)
-            both = warpgroup_mma(
-                x.index(stage), w.index(stage).permute((1, 0)), both, is_async=True
-            )
-            # The `wgmma` of the step before is done in both warp groups: its stage is free.
-            both = warpgroup_mma_wait(num_outstanding=1, deps=(both,))
-            sync_threads()
-            ahead = step + STAGES - 1
-            _ask_weights(inputs, weights, w, arrived, ahead, steps, LANE_TILES, F, STEPS, STAGES)
-            ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
-            step += 1
-        both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
+        both, step = multiply_tile(
+            *(inputs, weights, x, w, arrived, both, step, steps), F, LANE_TILES, STEPS, STAGES
+        )
         gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
         if delta is not None:
             of_tile = gl.program_id(0) + turn * programs
@@ -257,65 +245,10 @@ def _swiglu_kernel(
             gate += _load_delta(delta.rows, lane, output, there, 2 * F)
             up += _load_delta(delta.rows, lane, F + output, there, 2 * F)
         result = (_activated(gate, ACTIVATION) * up).to(dtype)
-        # Wait until the tile before has been stored from `y`.
-        tma.store_wait(0)
-        sync_threads()
-        y.store(result)
-        fence_async_shared()
-        sync_threads()
         tile = gl.program_id(0) + turn * programs
         at = [tile % LANE_TILES * LANES, tile // LANE_TILES * B]
-        store_tile(out, at, y)
+        store_piece(result, y, out, at)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _ask_weights(
-    inputs,
-    weights,
-    w,
-    arrived,
-    step,
-    steps,
-    LANE_TILES: gl.constexpr,
-    F: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Request a step's gates and ups for its stage, whose barrier expects the inputs as well."""
-    B: gl.constexpr = weights.block_shape[0]
-    BLOCK_K: gl.constexpr = weights.block_shape[1]
-    there = step < steps
-    stage = step % STAGES
-    barrier = arrived.index(stage)
-    bytes: gl.constexpr = (inputs.block_shape[0] + 2 * B) * BLOCK_K * 2
-    mbarrier.expect(barrier, bytes, pred=there)
-    tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
-    output = tile // LANE_TILES * B
-    k = step % STEPS * BLOCK_K
-    gates = w.index(stage).slice(0, B)
-    ups = w.index(stage).slice(B, B)
-    load_tile(weights, [output, k], barrier, gates, pred=there)
-    load_tile(weights, [F + output, k], barrier, ups, pred=there)
-
-
-@gluon.jit
-def ask_inputs(
-    inputs,
-    x,
-    arrived,
-    step,
-    steps,
-    LANE_TILES: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Request a step's inputs for its stage."""
-    stage = step % STAGES
-    tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
-    lane = tile % LANE_TILES * inputs.block_shape[0]
-    at = [lane, step % STEPS * inputs.block_shape[1]]
-    load_tile(inputs, at, arrived.index(stage), x.index(stage), pred=step < steps)
 
 
 def linear_swiglu_reference(
