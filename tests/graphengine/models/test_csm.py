@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from checkpoints.csm_models import AUDIO, END_OF_AUDIO, frames_of, write_csm
+from engines.frames import assert_frames_paused
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from extent import extent
 from graphengine import Engine, EngineConfig, PromptParts, SamplingParams
@@ -145,16 +146,9 @@ def test_frames_that_were_said_are_a_prompt(five: Csm, device: str) -> None:
 
 
 def test_requests_pause_in_the_middle_of_their_frames(five: Csm, device: str) -> None:
-    lengths = (40, 30, 20)
-    prompts = [text(length) for length in lengths]
+    prompts = [text(length) for length in (40, 30, 20)]
     wanted = [five.says(prompt, 40) for prompt in prompts]
-    blocks = sum(-(-length // 8) for length in lengths) + 3
-    pool = {"kv_blocks": blocks, "swap_blocks": 2 * blocks, "max_seq_len": 96}
-    with open_engine(five.path, device=device, **SIZES | pool) as engine:
-        results = engine.generate(prompts, greedy(40))
-        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
-        for result, expected in zip(results, wanted, strict=True):
-            assert np.array_equal(result.codes, expected)
+    assert_frames_paused(five.path, prompts, wanted, 40, spare=3, device=device, **SIZES)
 
 
 def test_events_have_the_codes_of_their_frames(five: Csm, device: str) -> None:

@@ -18,6 +18,7 @@ from transformers.models.higgs_audio_v2.generation_higgs_audio_v2 import (
 )
 
 from checkpoints.higgs_models import BEGIN, DELAY, SOUND, frames_of, write_higgs
+from engines.frames import assert_frames_paused, of_place
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from extent import extent
 from graphengine import CodeSampling, Engine, PromptParts, SamplingParams
@@ -232,16 +233,9 @@ def test_sound_of_delayed_frames_comes_back(five: Higgs) -> None:
 
 def test_requests_pause_in_the_middle_of_their_frames(ending: Higgs, device: str) -> None:
     """Also while their codes end."""
-    lengths = (40, 30, 20)
-    prompts = [text(length) for length in lengths]
+    prompts = [text(length) for length in (40, 30, 20)]
     wanted = [ending.says(prompt, 30) for prompt in prompts]
-    blocks = sum(-(-length // 8) for length in lengths) + 2
-    pool = {"kv_blocks": blocks, "swap_blocks": 2 * blocks, "max_seq_len": 96}
-    with open_engine(ending.path, device=device, **SIZES | pool) as engine:
-        results = engine.generate(prompts, greedy(30))
-        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
-        for result, expected in zip(results, wanted, strict=True):
-            assert np.array_equal(result.codes, expected)
+    assert_frames_paused(ending.path, prompts, wanted, 30, spare=2, device=device, **SIZES)
 
 
 def test_events_have_the_codes_of_their_frames(five: Higgs, device: str) -> None:
@@ -285,16 +279,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ),
     },
 }
-
-
-def of_place(options: dict[str, Any], place: int) -> dict[str, Any]:
-    """The options of the code at a place of the frame."""
-    own = {name: value for name, value in options.items() if name != "codes"}
-    codes = options.get("codes")
-    if place and codes is not None:
-        for name in ("temperature", "top_k", "top_p"):
-            own[name] = getattr(codes, name)[place - 1]
-    return own | {"top_k": max(own.get("top_k", 0), 0)}
 
 
 def delayed_by_transformers(prompt: list[int], logits: torch.Tensor, codes: Codes) -> torch.Tensor:

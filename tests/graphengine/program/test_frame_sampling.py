@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from checkpoints.csm_models import logits_of, write_csm
+from engines.frames import of_place
 from engines.small_engine import open_engine
 from graphengine import CodeSampling, SamplingParams
 from graphengine.kernels.sample.candidates import SamplingTensors
@@ -44,18 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ),
     },
 }
-
-
-def of_place(options: dict[str, Any], place: int) -> dict[str, Any]:
-    """The options of the code at a place of the frame."""
-    own = {name: value for name, value in options.items() if name != "codes"}
-    codes = options.get("codes")
-    if place and codes is not None:
-        for name in ("temperature", "top_k", "top_p"):
-            value = getattr(codes, name)
-            if value is not None:
-                own[name] = value[place - 1] if isinstance(value, tuple) else value
-    return own | {"top_k": max(own.get("top_k", 0), 0)}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
