@@ -192,13 +192,18 @@ class LogitsStep:
         tables = (self._tensors.counts, self.history)
         note_tokens(token, count, lanes, *tables, followed=self._followed, pdl=pdl)
 
-    def draft_forced(self, slot: Tensor, *, width: int = 1, pdl: bool = False) -> None:
+    def draft_forced(
+        self, slot: Tensor, *, final: Tensor | None = None, width: int = 1, pdl: bool = False
+    ) -> None:
         """Replace drafts by the text that grammars force after the tokens that `report` noted.
 
-        slot  int32 [R * width]: of each lane; -1 for padded rows
+        slot   int32 [R * width]: of each lane; -1 for padded rows
+        final  int32 [1]: 0 where no lane has sampled a token; None: they have
         """
         if self._drafts is not None:
             assert self._followed is not None, "a pool has automata"
+            if final is not None:
+                slot = torch.where(final != 0, slot, -1)
             draft_forced(self._followed, slot, self._drafts, width=width, pdl=pdl)
 
     def report_prompt(

@@ -343,7 +343,7 @@ class StepProgram:
             self.relaxation.follow_prompt(prefilled)
         drafter.prepare(prefilled)
         if processed is not None:
-            self.logits_step.draft_forced(torch.where(final != 0, slot, -1))
+            self.logits_step.draft_forced(slot, final=final)
         return StepOutputs(logits, sampled, flags)
 
     def _last_hidden(self) -> Tensor | None:

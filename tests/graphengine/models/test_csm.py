@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from checkpoints.csm_models import AUDIO, END_OF_AUDIO, frames_of, write_csm
+from checkpoints.csm_models import AUDIO, END_OF_AUDIO, frames_of, read_csm, write_csm
 from engines.frames import assert_frames_paused
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from extent import extent
@@ -188,7 +188,7 @@ def with_an_end(csm: Csm, folder: Path, after: int) -> Csm:
     tensors["depth_decoder.model.embed_tokens.weight"][codes:-codes] = 0
     tensors["lm_head.weight"][0] = 0
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    silent = type(model).from_pretrained(folder).eval()
+    silent = read_csm(folder)
     said = Csm(folder, silent).says(text(11), 40)
     first = said[:, 0].tolist()
     new = next(
@@ -199,7 +199,7 @@ def with_an_end(csm: Csm, folder: Path, after: int) -> Csm:
     row, head = first[new], tensors["lm_head.weight"]
     head[[0, row]] = head[[row, 0]]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return Csm(folder, type(model).from_pretrained(folder).eval())
+    return Csm(folder, read_csm(folder))
 
 
 def test_a_frame_of_end_codes_ends_a_request(five: Csm, device: str, tmp_path: Path) -> None:

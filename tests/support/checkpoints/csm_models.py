@@ -71,12 +71,25 @@ def new_csm(
         depth_decoder_config=of_depth | {"backbone_hidden_size": chosen["hidden_size"]},
         codec_config=codec(1 << (codes.bit_length() - 1), codebooks),
     )
-    model = transformers.CsmForConditionalGeneration(config).eval()
+    model = _tied(transformers.CsmForConditionalGeneration(config).eval())
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if not name.startswith("codec_model.") and tensor.ndim > 1:
                 tensor.normal_(std=0.5 if "embed" in name else tensor.shape[-1] ** -0.5)
     return model
+
+
+def _tied(model: Any) -> Any:
+    """The model with its codebooks tied where its config says so: transformers 5.17 forgets it."""
+    if model.config.tie_codebooks_embeddings:
+        embed = model.backbone_model.embed_tokens
+        embed.embed_audio_tokens.weight = model.depth_decoder.model.embed_tokens.weight
+    return model
+
+
+def read_csm(path: Path) -> Any:
+    """The model that `write_csm` has saved."""
+    return _tied(transformers.CsmForConditionalGeneration.from_pretrained(path).eval())
 
 
 def write_csm(path: Path, codebooks: int, codes: int = 37, **options: Any) -> Any:
