@@ -59,7 +59,8 @@ POOL_MIB = 64
 # Beyond this many launches the oldest events are used again.
 _PAIRS = 20_000
 # The first steps still fill the pipeline, the last ones are decided on the host.
-_FIRST, _LAST = 40, 40
+_ENDS = 40
+_NEIGHBOURS = 32
 
 Disturb = Callable[[random.Random], None]
 
@@ -129,6 +130,25 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
 
 
+def unevenness(values: Sequence[float]) -> dict[str, float]:
+    """Percentiles of each value divided by the median of those around it: steps become longer with
+    the context, which is no unevenness.
+    """
+    around = [
+        statistics.median(values[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])
+        for place in range(len(values))
+    ]
+    return percentiles([value / median for value, median in zip(values, around, strict=True)])
+
+
+def warm(engine: Engine, rows: int) -> None:
+    """Decode until clocks and caches are warm."""
+    for row in range(rows):
+        engine.submit([*range(5, 45 + row)], plain(200))
+    while engine.busy:
+        engine.step()
+
+
 def run(
     engine: Engine, requests: Sequence[SamplingParams], disturb: Disturb, *, timeout: float | None
 ) -> dict[str, Any]:
@@ -148,10 +168,13 @@ def run(
     gc.unfreeze()
     # A launch of several steps has a record for each; on a CPU each step is a launch.
     steps = [*_launches(records.tolist())] if len(took) < len(records) - 1 else [1] * len(records)
-    triples = [*zip(took, waited, steps[1:], strict=False)][_FIRST:-_LAST]
+    ends = -(-_ENDS // max(steps))
+    triples = [*zip(took, waited, steps[1:], strict=False)][ends:-ends]
+    each_step = [(t + w) / n for t, w, n in triples]
     counts = [len(each.result().token_ids) for each in made]
     return {
-        "step_us": percentiles([(t + w) / n for t, w, n in triples]),
+        "step_us": percentiles(each_step),
+        "unevenness": unevenness(each_step),
         "inside_us": round(statistics.median(t / n for t, _, n in triples), 3),
         "gap_us": percentiles([w for _, w, _ in triples]),
         "launches": len(triples),
@@ -194,7 +217,7 @@ def gaps(shape: str, device: str, tokens: int) -> Iterator[dict[str, Any]]:
     for steps in (1, 16):
         with opened(shape, device, max_batch=1, steps_per_launch=steps) as engine:
             for disturb in (leave_alone, burn):
-                run(engine, [plain(200)], leave_alone, timeout=None)
+                warm(engine, 1)
                 found = run(engine, [plain(tokens)], disturb, timeout=None)
                 yield {"steps_per_launch": steps, "host": disturb.__name__, **found}
 
@@ -202,7 +225,7 @@ def gaps(shape: str, device: str, tokens: int) -> Iterator[dict[str, Any]]:
 def sleeps(shape: str, device: str, tokens: int) -> Iterator[dict[str, Any]]:
     for steps in (1, 16):
         with opened(shape, device, max_batch=8, steps_per_launch=steps) as engine:
-            run(engine, [plain(200)] * 8, leave_alone, timeout=None)
+            warm(engine, 8)
             for disturb in (leave_alone, sleep):
                 found = run(engine, [plain(tokens)] * 8, disturb, timeout=0)
                 yield {"steps_per_launch": steps, "host": disturb.__name__, **found}
@@ -228,7 +251,7 @@ def grammars(shape: str, device: str, tokens: int) -> Iterator[dict[str, Any]]:
             # A long string, so that the row with a schema lasts as long as the others.
             asked = StructuredOutputsParams(regex=f"[a-z ]{{{tokens}}}")
             guided = SamplingParams(temperature=0, max_tokens=tokens, structured_outputs=asked)
-            run(engine, [plain(200)] * 8, leave_alone, timeout=None)
+            warm(engine, 8)
             for rows in ([plain(tokens)] * 8, [guided, *[plain(tokens)] * 7]):
                 follows = followed(rows[0], engine) if rows[0] is guided else None
                 found = run(engine, rows, leave_alone, timeout=None)
