@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphengine.buckets import Field, StaticBuffers
-from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
+from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.flow.euler import euler_step
 from graphengine.kernels.flow.noise import normal_noise
@@ -30,12 +30,18 @@ from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.step.state import PrefillLanes, gather_prefill
 from graphengine.models.contract import Model
 from graphengine.models.launches import ChunkAttention, PrefillLaunch
+from graphengine.models.linears import LinearPlans
 from graphengine.models.policies import PolicyConfig
 from graphengine.models.states import StateTensors, cache_shape
+from graphengine.policies.denoiser import MOST_ACTIONS, Denoiser
 from graphengine.policies.weights import PolicyWeights
 
+PREFIX, STATE, ACTIONS = range(3)
+"""The parts of a sequence, in order."""
 BLOCK_SIZE = 16
 """Positions of a block of KV."""
+ACTION_SPLIT = 64
+"""Fewest keys of a program of the actions' attention: with few rows, it is busy with keys."""
 START_TIME = 1.0
 """The time of pure noise; actions have time 0."""
 
@@ -45,8 +51,13 @@ def positions_of(config: PolicyConfig, max_prefix: int) -> int:
     return max_prefix + 1 + config.horizon
 
 
-def policy_fields(config: PolicyConfig, max_prefix: int, dtype: torch.dtype) -> list[Field]:
-    """The static fields of a policy whose longest prefix has T = `max_prefix` positions."""
+def policy_fields(
+    config: PolicyConfig, max_prefix: int, dtype: torch.dtype, *, counters: int
+) -> list[Field]:
+    """The static fields of a policy whose longest prefix has T = `max_prefix` positions.
+
+    counters  that programs of a launch share, as `counters_needed` says
+    """
     M, D = config.horizon, config.action_dim
     blocks = -(-positions_of(config, max_prefix) // BLOCK_SIZE)
     int32, float32 = torch.int32, torch.float32
@@ -67,8 +78,8 @@ def policy_fields(config: PolicyConfig, max_prefix: int, dtype: torch.dtype) -> 
         Field(name="block_table", shape=(1, blocks), dtype=int32, meaning="blocks of KV, in order"),
         Field(name="embeds", shape=(max_prefix, config.prefix.hidden_size), dtype=dtype,
               owner="device", meaning="embeddings of positions without a token"),
-        Field(name="arrivals", shape=(PREFILL_ARRIVALS,), dtype=int32, owner="device",
-              meaning="counters of attention's programs, 0 between launches"),
+        Field(name="arrivals", shape=(counters,), dtype=int32, owner="device",
+              meaning="counters of a launch's programs, 0 between launches"),
         Field(name="noise", shape=(M, D), dtype=float32, owner="device", meaning="at time 1"),
         Field(name="actions", shape=(M, D), dtype=float32, owner="device",
               meaning="noise at first, actions once the replay has ended"),
@@ -81,16 +92,26 @@ class ActionStep:
     """The captured program of a policy; allocates only intermediates.
 
     Its tables of time are computed once: time is the same in each replay.
+
+    plans  of the denoising steps, as `denoiser_plans` makes them
     """
 
     def __init__(
-        self, config: PolicyConfig, weights: PolicyWeights, buffers: StaticBuffers, steps: int
+        self,
+        config: PolicyConfig,
+        weights: PolicyWeights,
+        buffers: StaticBuffers,
+        steps: int,
+        plans: LinearPlans,
     ) -> None:
         self.config, self.weights, self.buffers = config, weights, buffers
         blocks = buffers["block_table"].shape[1]
         max_seq_len = blocks * BLOCK_SIZE
         self.prefix: Model = weights.prefix.open(max_seq_len=max_seq_len)
         self.expert: Model = weights.expert.open(max_seq_len=max_seq_len)
+        self._denoiser = None
+        if config.horizon <= MOST_ACTIONS:
+            self._denoiser = Denoiser(config, weights, self.expert, plans, buffers["arrivals"])
         shape = cache_shape(config.prefix.states, BLOCK_SIZE)
         # Block 0 is never written, as in an engine's cache.
         self.cache = torch.zeros(
@@ -125,8 +146,8 @@ class ActionStep:
         normal_noise(buffers["seed"], buffers["given_noise"], buffers["use_noise"], noise)
         x.copy_(noise)
         rounded.copy_(noise)
-        lanes = self._lanes(2, torch.zeros_like(buffers["action_seen"]))
-        attention = self._attention(2, lanes, buffers["action_seen"])
+        lanes = self._lanes(ACTIONS, torch.zeros_like(buffers["action_seen"]))
+        attention = self._attention(ACTIONS, lanes, buffers["action_seen"])
         for step, row in enumerate(self._time_rows):
             euler_step(
                 x,
@@ -142,20 +163,20 @@ class ActionStep:
 
     def _read_prefix(self, tokens: int) -> None:
         buffers = self.buffers
-        lanes = self._lanes(0, buffers["tokens"][:tokens])
+        lanes = self._lanes(PREFIX, buffers["tokens"][:tokens])
         given = GivenRows(buffers["embeds"], buffers["starts"][:1], self.weights.prefix.given_scale)
         self.prefix.prefill(
             lanes,
             self.states,
-            self._attention(0, lanes, buffers["prefix_seen"][:tokens]),
+            self._attention(PREFIX, lanes, buffers["prefix_seen"][:tokens]),
             launch=PrefillLaunch(given=given),
         )
 
     def _read_state(self) -> None:
         buffers, project = self.buffers, self.weights.state
-        lanes = self._lanes(1, torch.zeros_like(buffers["state_seen"]))
+        lanes = self._lanes(STATE, torch.zeros_like(buffers["state_seen"]))
         stream = project(buffers["state"][None].to(project.weight.dtype)).float()
-        attention = self._attention(1, lanes, buffers["state_seen"])
+        attention = self._attention(STATE, lanes, buffers["state_seen"])
         self.expert.prefill(lanes, self.states, attention, stream=stream)
 
     def _velocity(
@@ -164,13 +185,17 @@ class ActionStep:
         """The velocity of each action, [M, D], at the time of `time_row`."""
         weights, H = self.weights, self.config.expert.hidden_size
         joined = F.linear(weights.action(rounded), weights.joined.weight[:, :H], time_row)
-        stream = weights.mixed(F.silu(joined)).float()
+        joined = F.silu(joined)
+        if self._denoiser is not None:
+            return self._denoiser.velocity(joined, lanes, self.states, attention)
+        # Too many lanes for the kernels of decode: the expert reads actions as a prompt's chunk.
+        stream = weights.mixed(joined).float()
         end = self.expert.prefill(lanes, self.states, attention, all_lanes=True, stream=stream)
         assert end.hidden is not None, "all_lanes=True"
         return weights.velocity(end.hidden)
 
     def _lanes(self, part: int, tokens: Tensor) -> PrefillLanes:
-        """The lanes of prefix (0), state (1) or actions (2)."""
+        """The lanes of a part."""
         buffers = self.buffers
         start, count = (buffers[name][part : part + 1] for name in ("starts", "counts"))
         return gather_prefill(tokens, buffers["slot"], start, count)
@@ -184,5 +209,6 @@ class ActionStep:
             position_P=self.buffers["starts"][part : part + 1],
             seen_N=seen,
             launch=self._launch,
+            least_split=ACTION_SPLIT if part == ACTIONS else None,
         )
         return attend

@@ -24,6 +24,7 @@ from graphengine.models.quantised.config import quantisation_of
 from graphengine.options.checks import check_at_least, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.policies.action_step import ActionStep, policy_fields
+from graphengine.policies.denoiser import counters_needed, denoiser_plans
 from graphengine.policies.weights import PolicyWeights
 from graphengine.prompt_embeds import check_embeds, rows_on_host
 from graphengine.prompts import Chat, Prompt, PromptParts, prompt_ids
@@ -67,16 +68,17 @@ class Policy:
         self.config, self.steps, self.device = config, steps, device
         self.dtype = weights.state.weight.dtype
         self._tokenizer, self._ladder = tokenizer, buckets
-        self._buffers = StaticBuffers(
-            policy_fields(config, self.max_prefix, self.dtype), device, staging_blocks=2
-        )
+        plans = denoiser_plans(config, self.dtype, device)
+        counters = counters_needed(config, plans)
+        fields = policy_fields(config, self.max_prefix, self.dtype, counters=counters)
+        self._buffers = StaticBuffers(fields, device, staging_blocks=2)
         self._launched, self._closed = 0, False
         self._thread = threading.get_ident()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
             torch.cuda.synchronize(device)
         with self._on_stream(), torch.no_grad():
-            self._step = ActionStep(config, weights, self._buffers, steps)
+            self._step = ActionStep(config, weights, self._buffers, steps, plans)
         names = {str(size): partial(self._run, size) for size in reversed(buckets.sizes)}
         with self._on_stream():
             self._graphs = capture_all(

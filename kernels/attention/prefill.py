@@ -127,6 +127,7 @@ def paged_prefill_attention(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
     launch: Launch = ALONE,
+    least_split: int | None = None,
 ) -> torch.Tensor:
     """Attention of each segment's tokens over their slot's keys 0..own position, or all seen keys.
 
@@ -153,6 +154,8 @@ def paged_prefill_attention(
         launch: with PREFILL_ARRIVALS counters, keys may be split; partial results are then in
             memory that the call allocates. With PDL the launch before, whatever it is, may still
             run.
+        least_split: the fewest keys of a part, which decides in which order sums are made; None:
+            LEAST_SPLIT.
 
     Returns:
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
@@ -178,7 +181,8 @@ def paged_prefill_attention(
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     if not use_triton(q_NQD):
         return paged_prefill_attention_reference(**call._asdict(), out=out)
-    cut = _cut(call, shared=launch.arrivals is not None)
+    least = LEAST_SPLIT if least_split is None else least_split
+    cut = _cut(call, shared=launch.arrivals is not None, least_split=least)
     if _takes_wgmma(call, cut):
         attend(
             q_NQD,
@@ -209,22 +213,25 @@ class _Cut(NamedTuple):
     """Most parts into which a tile of rows may split its keys; follows from the number of tiles."""
     splits: int
     """Parts for which there can be keys."""
+    least_split: int
+    """The fewest keys of a part."""
 
 
-def _cut(call: PrefillCall, *, shared: bool) -> _Cut:
+def _cut(call: PrefillCall, *, shared: bool, least_split: int) -> _Cut:
     """Divide the work of a launch; `shared`: keys may be split among programs."""
     lanes, heads, _ = call.q_NQD.shape
     group = heads // call.kv_heads
     tiles, rows, warps = _pick_tiles(call.q_NQD, lanes * group, call.segments * call.kv_heads)
     row_tiles = triton.cdiv(lanes * group, rows)
     if not shared:
-        return _Cut(tiles, rows, warps, row_tiles, shares=1, splits=1)
+        return _Cut(tiles, rows, warps, row_tiles, shares=1, splits=1, least_split=least_split)
     shares = _pick_shares(call.kv_heads * row_tiles * call.segments)
     reach = token_capacity(call.kv, call.block_table_SB)
     if call.window and call.causal:
         # The kernel counts the keys of a tile of rows in the same way.
         reach = min(reach, call.window + rows // group + 1 + tiles.keys)
-    return _Cut(tiles, rows, warps, row_tiles, shares, min(shares, -(-reach // LEAST_SPLIT)))
+    splits = min(shares, -(-reach // least_split))
+    return _Cut(tiles, rows, warps, row_tiles, shares, splits, least_split)
 
 
 def _takes_wgmma(call: PrefillCall, cut: _Cut) -> bool:
@@ -287,7 +294,7 @@ def _shape(call: PrefillCall, cut: _Cut) -> Shape:
         stages=cut.tiles.stages,
         shares=cut.shares,
         splits=cut.splits,
-        least_split=LEAST_SPLIT,
+        least_split=cut.least_split,
         fp8=call.kv_scales is not None,
         window=call.window,
         softcap=float(call.softcap),

@@ -126,6 +126,8 @@ def test_actions_are_those_of_transformers(oracle: Oracle, device: str, steps: i
         {"text": {"num_attention_heads": 2}, "chunk_size": 1, "min_period": 0.1},
         {"expert": {"hidden_size": 24, "num_attention_heads": 3}, "max_action_dim": 33},
         {"text": {"num_hidden_layers": 1}, "expert": {"num_hidden_layers": 1}, "max_state_dim": 1},
+        # More actions than the kernels of decode take.
+        {"chunk_size": 65},
     ],
 )
 def test_other_sizes(tmp_path: Path, device: str, changes: dict[str, Any]) -> None:
