@@ -83,20 +83,16 @@ def check_packing(
         "data_parallel": config.data_parallel > 1,
         "max_adapters": config.adapter_slots,
         "prompt_embeds": config.prompt_embeds,
-        "quantize": config.quantize,
-        "activations": config.activations,
     }
     for name, given in refused.items():
         if given:
             value = getattr(config, name)
             raise ValueError(f"{asked} is for engines without {name}={value!r:.99}")
     latents = [state for state in paged_states(model.states) if not state.kv_heads]
-    packed = [name for name, linear in model.linears.items() if linear.weight is not None]
     has = {
         "recurrent layers": recurrent_states(model.states),
         "layers that keep latents": latents,
         "experts": routed,
-        f"quantised weights ({some(packed)})": packed,
         "frames of codes": model.inner,
     }
     for what, there in has.items():
@@ -111,7 +107,8 @@ def check_packing(
             f"{'.'.join(map(str, gpu.capability))}, and dtype={dtype}"
         )
     for name, linear in model.linears.items():
-        if linear.kind != "sample" and (linear.rows % 8 or linear.columns % 8):
+        plain = linear.weight is None and linear.kind != "sample"
+        if plain and (linear.rows % 8 or linear.columns % 8):
             raise ValueError(
                 f"{asked}: {name} has {linear.rows} rows and {linear.columns} columns, and a GPU "
                 f"takes multiples of 8"

@@ -324,7 +324,7 @@ def chunk_product(
     activations  what x is rounded to, if the weight takes that
     codes        uint8, of `code_bytes` or more: memory for the rounded x; None: new memory
     delta        for a packed weight: `[N, M]`, added to the product before its activation
-    any_lanes    for a weight that is not packed: the bits do not depend on the number of lanes
+    any_lanes    whether no bit of a lane may depend on the number of lanes
     """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
@@ -341,6 +341,7 @@ def chunk_product(
             activation=activation,
             pdl=pdl,
             delta=delta,
+            any_lanes=any_lanes,
         )
     assert not swiglu and delta is None, f"{swiglu=} of a weight that is not packed"
     if any_lanes:

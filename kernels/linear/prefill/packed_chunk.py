@@ -4,8 +4,8 @@ A chunk's lanes are multiplied by codes that become halves on their way to the t
 of a weight in 16 bits is ever in memory. A weight has the same values as in decode: codes are
 exact, and scales multiply the float32 sums, or the codes where that is exact.
 
-The weight's format determines the order in which columns are added up: a lane's bits depend neither
-on other lanes nor on how many there are. Tiles of rows and lanes may be of any size.
+In the kernels the weight's format determines the order in which columns are added up: a lane's bits
+depend neither on other lanes nor on how many there are. Tiles of rows and lanes may be of any size.
 
 Letters: N lanes, K input features, M weight rows, F ffn width.
 """
@@ -45,6 +45,7 @@ from graphengine.kernels.linear.prefill.packed_chunk_fp8 import (
     launch_fp8,
 )
 from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.linear.reference import matmul_groups
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -77,6 +78,7 @@ def packed_chunk_product(
     pdl: bool = False,
     tile: ChunkTile | Fp8Tile | None = None,
     delta: torch.Tensor | None = None,
+    any_lanes: bool = False,
 ) -> torch.Tensor:
     """`x @ weight^T` (+ delta + bias) into `out`.
 
@@ -90,6 +92,8 @@ def packed_chunk_product(
         activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
         delta: dense [N, M] in the dtype of `out`, added to the products.
+        any_lanes: the reference, too, sums in an order that does not depend on N. The kernels
+            always do.
 
     The kernels run on Hopper GPUs, and want x or `out` in float16 or bfloat16, K a multiple of 8,
     columns in order, and a format that is common. With such an x other GPUs run the decode kernel,
@@ -119,7 +123,14 @@ def packed_chunk_product(
         decode_chunk(rows, weight, bias, out=out, swiglu=gate, delta=delta)
     else:
         packed_chunk_reference(
-            x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation, delta=delta
+            x_NK,
+            weight,
+            bias,
+            out=out,
+            swiglu=swiglu,
+            activation=activation,
+            delta=delta,
+            any_lanes=any_lanes,
         )
     return out
 
@@ -158,6 +169,7 @@ def packed_chunk_reference(
     swiglu: bool = False,
     activation: Activation = "silu",
     delta: torch.Tensor | None = None,
+    any_lanes: bool = False,
 ) -> torch.Tensor:
     """`packed_chunk_product` in plain PyTorch: products in float32, rounded once.
 
@@ -167,7 +179,8 @@ def packed_chunk_reference(
     M = weight.shape[0]
     for first in range(0, len(weight.codes), _REFERENCE_BLOCKS):
         part = _blocks_of(weight, first, _REFERENCE_BLOCKS)
-        y = x @ dequantise(unpack(part)).t()
+        floats = dequantise(unpack(part))
+        y = matmul_groups(x, floats) if any_lanes else x @ floats.t()
         if not weight.swiglu:
             start = first * BLOCK_ROWS
             rows = [slice(start, start + part.shape[0])]

@@ -6,50 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.packed_replies import prompt_of, replies, same
 from engines.small_engine import greedy, open_engine, run, sampled, step_until
 from extent import examples
-from graphengine import Engine, NGram, Request
+from graphengine import Engine, NGram
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import Subject
 
 PACKED = {"device": "cpu", "prompts_per_prefill": 3, "max_batch": 4}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    drawn = torch.Generator().manual_seed(100 * length + seed)
-    return torch.randint(5, 4000, (length,), generator=drawn).tolist()
-
-
-def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
-    """The bits of the prompt's keys and values, [layers, 2, tokens, ...] of each cache."""
-    tokens = request.job.prompt_len
-    blocks = request.job.placed.blocks[: -(-tokens // engine.memory.block_size)]
-    found = []
-    for cache in engine.runtime.read_blocks(blocks):
-        rows = cache.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-        found.append(rows.clone())
-    return found
-
-
-def replies(engine: Engine, prompts: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Tokens of each prompt, and the bits of its KV once it decodes; all are submitted at once."""
-    requests = [engine.submit(prompt, sampled(6, seed=len(prompt))) for prompt in prompts]
-    bits: dict[int, list[torch.Tensor]] = {}
-    while engine.busy:
-        engine.step()
-        for request in requests:
-            if request.token_ids and not request.finished and request.id not in bits:
-                bits[request.id] = kv_of(engine, request)
-    return [(request.result().token_ids, bits[request.id]) for request in requests]
-
-
-def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    pairs = zip(one[1], other[1], strict=True)
-    return one[0] == other[0] and all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +190,6 @@ def test_sessions_are_packed_with_others() -> None:
         ({"speculative": NGram(k=2)}, r"=3 is for engines without speculative=NGram"),
         ({"max_adapters": 2}, "=3 is for engines without max_adapters=2"),
         ({"prompt_embeds": True}, "=3 is for engines without prompt_embeds=True"),
-        ({"quantize": "int8"}, "=3 is for engines without quantize='int8'"),
         ({"tensor_parallel": 2}, "=3 is for engines without tensor_parallel=2"),
         ({"pipeline_parallel": 2}, "=3 is for engines without pipeline_parallel=2"),
         ({"prompts_per_prefill": 0}, r"prompts_per_prefill=0 must be in \[1, 64\]"),

@@ -17,7 +17,7 @@ from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels.comm.push_lanes import ExpertLanes
-from graphengine.kernels.core.devices import Device, assumed
+from graphengine.kernels.core.devices import H200, Device, assumed
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.packed import packed_form
 from graphengine.kernels.linear.quantised import WeightFormat
@@ -286,6 +286,30 @@ def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(
     monkeypatch.setattr(requirements, "check_packed", lambda *given: asked.append(given))
     planned(dtype="float16")
     assert asked == [(MODEL, cpu, torch.float16)]
+
+
+def test_what_a_gpu_needs_to_feed_several_prompts() -> None:
+    """Hopper and 16 bits; columns and rows of plain weights in multiples of 8."""
+    config, cpu = EngineConfig(prompts_per_prefill=2), torch.device("cpu")
+    odd = composed(MODEL).with_blocks(
+        lambda block: replace(block, ffn_size=556) if isinstance(block, Swiglu) else block
+    )
+    older = Device((8, 6), processors=82, shared_bytes=99 * 1024)
+    needs = "prompts_per_prefill=2 needs a GPU of compute capability 9.0 and 16 bits: cpu has "
+    for model, device, dtype, message in (
+        (MODEL, older, torch.bfloat16, f"{needs}8.6, and dtype=torch.bfloat16"),
+        (MODEL, H200, torch.float32, f"{needs}9.0, and dtype=torch.float32"),
+        (odd, H200, torch.float16, "=2: down has 256 rows and 556 columns, and a GPU takes mul"),
+    ):
+        requirements.check_packing(model, config, None, cpu, dtype)
+        with assumed(device), pytest.raises(ValueError, match=message):
+            requirements.check_packing(model, config, None, cpu, dtype)
+    downs = [f"model.layers.{layer}.mlp.down_proj" for layer in range(MODEL.num_layers)]
+    forms = WeightForms(dict.fromkeys(downs, packed_form(INT8, torch.float32)))
+    with assumed(H200):
+        requirements.check_packing(MODEL, config, None, cpu, torch.float16)
+        # `check_packed` is for these.
+        requirements.check_packing(odd.stored_as(forms), config, None, cpu, torch.float16)
 
 
 @pytest.mark.parametrize("mode", [None, MTP(k=2)], ids=str)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from extent import some_of
 from graphengine.kernels.core.devices import SHARED_BYTES, Device, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.call import MAX_LANES
@@ -145,8 +146,9 @@ def test_matches_reference(assert_products_close, name, dtype, lanes, M, K, swig
 
 
 @compiles
-def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile():
-    quantised = random_quantised("int4", 40, 328)
+@pytest.mark.parametrize("name", some_of(COMMON, COMMON.index("int4"), COMMON.index("nvfp4")))
+def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile(name):
+    quantised = random_quantised(name, 40, 328)
     weight, x = pack(quantised), inputs_of(dequantise(quantised), 20, BF16)
     whole = product_of(x, weight, tile=SMALL)
     for lane_of, tile in (([4], ChunkTile(16, 1, 2)), ([19, 0, 4, 4, 7], ChunkTile(64))):
@@ -245,6 +247,26 @@ def test_a_cpu_multiplies_by_what_the_weight_means(monkeypatch, name):
         found = packed_chunk_product(x, weight, bias, out=out, swiglu=fused)
         assert found is out
         torch.testing.assert_close(out, expected_of(x, floats, bias, fused))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_cpu_gives_the_same_bits_at_every_number_of_lanes(name):
+    """Where it is asked to, for lanes in any order; with a SwiGLU as well."""
+    quantised = random_quantised(name, 72, 200)
+    x, bias = inputs_of(dequantise(quantised), 37, torch.float32), torch.randn(72)
+
+    def multiplied(lane_of: list[int], swiglu: bool) -> torch.Tensor:
+        out = torch.empty(len(lane_of), 36 if swiglu else 72)
+        weight = pack(quantised, swiglu=swiglu)
+        options: dict[str, Any] = {"out": out, "swiglu": swiglu, "any_lanes": True}
+        return packed_chunk_product(x[lane_of], weight, bias, **options)
+
+    for swiglu in (False, True):
+        whole = multiplied([*range(37)], swiglu)
+        expected = expected_of(x, dequantise(quantised), bias, swiglu)
+        torch.testing.assert_close(whole, expected)
+        for lane_of in ([4], [36, 0, 4, 4, 7], [*range(20)]):
+            assert torch.equal(multiplied(lane_of, swiglu), whole[lane_of])
 
 
 def test_a_cpu_takes_columns_in_another_order():

@@ -1,0 +1,68 @@
+"""What prompts give alone, and fed together with others in one prefill: tokens, and bits of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engines.small_engine import sampled
+from graphengine import Engine, Request
+
+
+def prompt_of(length: int, seed: int = 0, *, vocabulary: int = 4000) -> list[int]:
+    """Random ids from 5 up to the end of the vocabulary."""
+    drawn = torch.Generator().manual_seed(100 * length + seed)
+    return torch.randint(5, vocabulary, (length,), generator=drawn).tolist()
+
+
+def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
+    """The bits of the prompt's keys and values, [layers, 2, tokens, ...] of each cache."""
+    tokens = request.job.prompt_len
+    blocks = request.job.placed.blocks[: -(-tokens // engine.memory.block_size)]
+    found = []
+    for cache in engine.runtime.read_blocks(blocks):
+        rows = cache.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
+        found.append(rows.clone())
+    return found
+
+
+def replies(engine: Engine, prompts: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
+    """Tokens of each prompt, and the bits of its KV once it decodes; all are submitted at once."""
+    requests = [engine.submit(prompt, sampled(6, seed=len(prompt))) for prompt in prompts]
+    bits: dict[int, list[torch.Tensor]] = {}
+    while engine.busy:
+        engine.step()
+        for request in requests:
+            if request.token_ids and not request.finished and request.id not in bits:
+                bits[request.id] = kv_of(engine, request)
+    return [(request.result().token_ids, bits[request.id]) for request in requests]
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether two of `replies` have the same tokens and bits."""
+    pairs = zip(one[1], other[1], strict=True)
+    return one[0] == other[0] and all(torch.equal(a, b) for a, b in pairs)
+
+
+def assert_alike(
+    opened: Callable[[], Engine], prompts: Sequence[Any], *, packed: int = 1, various: int = 2
+) -> None:
+    """Each prompt gives the same alone as with the others, in both orders.
+
+    opened   opens an engine that packs
+    packed   least chunks that are packed in each order
+    various  least number of different tokens in all replies
+    """
+    with opened() as engine:
+        alone = [replies(engine, [prompt])[0] for prompt in prompts]
+        assert not engine.counters["packed_chunks"]
+    for order in (1, -1):
+        with opened() as engine:
+            together = replies(engine, prompts[::order])[::order]
+            assert engine.counters["packed_chunks"] >= packed, engine.counters
+        for prompt, one, other in zip(prompts, alone, together, strict=True):
+            assert same(one, other), f"a prompt of {len(prompt)} tokens, {order=}"
+    found = {token for tokens, _ in alone for token in tokens}
+    assert len(found) >= various, found
