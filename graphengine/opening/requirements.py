@@ -62,11 +62,7 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
 
 
 def check_packing(
-    model: ModelConfig,
-    config: EngineConfig,
-    routed: RoutedExperts | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """ValueError where one prefill replay cannot take chunks of several prompts.
 
@@ -83,6 +79,7 @@ def check_packing(
         "data_parallel": config.data_parallel > 1,
         "max_adapters": config.adapter_slots,
         "prompt_embeds": config.prompt_embeds,
+        "record_routing": config.record_routing,
     }
     for name, given in refused.items():
         if given:
@@ -92,7 +89,6 @@ def check_packing(
     has = {
         "recurrent layers": recurrent_states(model.states),
         "layers that keep latents": latents,
-        "experts": routed,
         "frames of codes": model.inner,
     }
     for what, there in has.items():
@@ -107,8 +103,8 @@ def check_packing(
             f"{'.'.join(map(str, gpu.capability))}, and dtype={dtype}"
         )
     for name, linear in model.linears.items():
-        plain = linear.weight is None and linear.kind != "sample"
-        if plain and (linear.rows % 8 or linear.columns % 8):
+        chunked = linear.weight is None and linear.kind != "sample" and not linear.experts
+        if chunked and (linear.rows % 8 or linear.columns % 8):
             raise ValueError(
                 f"{asked}: {name} has {linear.rows} rows and {linear.columns} columns, and a GPU "
                 f"takes multiples of 8"

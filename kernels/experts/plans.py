@@ -2,7 +2,7 @@
 
 In decode the plan is a `LinearPlan` chosen by the shape of an expert's weight, so that bits do not
 depend on the number of lanes. A prompt chunk has a tile chosen by its number of lanes, which
-depends on the prompt alone.
+depends on the prompt alone; or one tile for any number of lanes, where prompts share a chunk.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ DECODE_BLOCK = 16
 in another order."""
 PACKED_BLOCK = 8
 """Pairs of a block in decode with packed weights: the least that `mma.sync` takes on the right."""
+ANY_PAIRS = 64
+"""Pairs of a block in chunks of any number of lanes: the least that `wgmma` takes. `tl.dot` of
+fewer is an `mma.sync`, which sums in another order."""
 _PAIRS_OF_PACKED_BLOCK = 6
 # Most stages of a heuristic plan: tiles with the inputs of a block of pairs, in the shared memory
 # of an SM.
@@ -150,17 +153,21 @@ def decode_tile(plan: LinearPlan, weight: WeightFormat | None = None) -> Product
 
 
 def chunk_tile(
-    lanes: int,
+    lanes: int | None,
     top_k: int,
     experts: int,
     K: int,
     dtype: torch.dtype,
     weight: WeightFormat | None = None,
 ) -> ProductTile:
-    """The tile of a chunk with these lanes: as many pairs as an expert has on average, or more."""
+    """The tile of a chunk with these lanes: as many pairs as an expert has on average, or more.
+
+    None: the tile of chunks of any number of lanes, on which no bit of a lane may depend.
+    """
+    pairs = ANY_PAIRS if lanes is None else -(-lanes * top_k // experts)
     if weight is not None:
         most = 32 if dtype == torch.float32 else 128
-        size = min(most, max(DECODE_BLOCK, 1 << (-(-lanes * top_k // experts) - 1).bit_length()))
+        size = min(most, max(DECODE_BLOCK, 1 << (pairs - 1).bit_length()))
         # A tile of codes is unpacked once for all lanes of a block.
         if size == 128:
             step = step_columns(weight)
@@ -168,7 +175,6 @@ def chunk_tile(
         return ProductTile(size, 32, step_columns(weight), warps=4, stages=2)
     if dtype == torch.float32:
         return ProductTile(DECODE_BLOCK, 32, min(32, dot_columns(K)), warps=4, stages=2)
-    pairs = -(-lanes * top_k // experts)
     size = DECODE_BLOCK
     while size < pairs and size < 128:
         size *= 2

@@ -29,6 +29,7 @@ from graphengine.kernels.experts.router_product import route_product
 from graphengine.kernels.experts.shared_gate import gate_lanes
 from graphengine.kernels.linear.epilogues import STORE
 from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.prefill.linear_chunk import linear_chunk_logits
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.layer_inputs import rounded
@@ -317,7 +318,10 @@ def _routed_chunk(
 
 def _chunk_routes(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Routes:
     """The experts of each lane of the normed `scratch.h`."""
-    logits = _router_logits(scratch.h, weights.gate)
+    if scratch.launch.any_lanes:
+        logits = linear_chunk_logits(scratch.h, weights.gate, slot)
+    else:
+        logits = _router_logits(scratch.h, weights.gate)
     if weights.gate_bias is not None:
         logits += weights.gate_bias
     given, kept = layer_ids(scratch.launch.routes)
@@ -339,7 +343,8 @@ def _chunk_sum(
     """The sum of each lane's experts that this rank has."""
     block, pdl = weights.block, scratch.launch.pdl
     ffn, width, held = block.ffn_size, block.width, block.held
-    up_tile, down_tile = _chunk_tiles(weights, len(lanes.slot), out.dtype)
+    any_lanes = scratch.launch.any_lanes
+    up_tile, down_tile = _chunk_tiles(weights, None if any_lanes else len(lanes.slot), out.dtype)
     pairs = block.sharing * block.router.top_k
     grouping = group_pairs(
         lanes.routes.expert,
@@ -379,9 +384,12 @@ def _chunk_sum(
 
 
 def _chunk_tiles(
-    weights: ExpertsWeights, lanes: int, dtype: torch.dtype
+    weights: ExpertsWeights, lanes: int | None, dtype: torch.dtype
 ) -> tuple[ProductTile, ProductTile]:
-    """Tiles of the first half, and of down; both take the pairs of one grouping."""
+    """Tiles of the first half, and of down; both take the pairs of one grouping.
+
+    lanes  None: any number of them, on which no bit may depend
+    """
     block = weights.block
     tiles = [
         chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))

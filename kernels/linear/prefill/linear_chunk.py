@@ -22,15 +22,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from graphengine.kernels.core.devices import device_of, processors_of
-from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
+from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
 from graphengine.kernels.linear.gluon.chunk_gluon import (
     ask_inputs,
     ask_weights,
     multiply_tile,
     store_piece,
 )
+from graphengine.kernels.linear.launches import is_launched, launch_linear
 from graphengine.kernels.linear.prefill.chunk_tiles import described
 from graphengine.kernels.linear.prefill.linear_swiglu import (
     ALIGNMENT,
@@ -38,7 +41,7 @@ from graphengine.kernels.linear.prefill.linear_swiglu import (
     LANES,
     fits_tma,
 )
-from graphengine.kernels.linear.reference import matmul_groups
+from graphengine.kernels.linear.reference import linear_reference, matmul_groups
 
 _COLUMNS = 64
 _WARPS = 8
@@ -106,6 +109,39 @@ def linear_chunk(
                 f"{rows.data_ptr():#x}: it must be 16-bit, in rows aligned to {ALIGNMENT} bytes"
             )
     _launch(x_NK, weight_MK, bias_M, out, pdl)
+    return out
+
+
+def linear_chunk_logits(
+    x_NK: torch.Tensor, weight_MK: torch.Tensor, slot_N: torch.Tensor
+) -> torch.Tensor:
+    """x @ weight^T in float32, by decode's kernel of the family `dot`.
+
+    It is for weights of few rows, such as a router's: programs that read the same rows for
+    different lanes run together.
+
+    Args:
+        x_NK: float32, float16 or bfloat16; dense rows, any stride between them.
+        weight_MK: in x's dtype, dense rows.
+        slot_N: int32, -1 = padded lane.
+
+    Returns:
+        New [N, M]; padded lanes hold anything. A lane's bits do not depend on the other lanes, on
+        its own index or on N. ValueError for a shape or dtype that does not fit.
+    """
+    check_rows(x_NK=x_NK, weight_MK=weight_MK)
+    lanes, K = x_NK.shape
+    if weight_MK.shape[1] != K or weight_MK.dtype != x_NK.dtype:
+        raise ValueError(
+            f"weight_MK is {weight_MK.dtype} {tuple(weight_MK.shape)}: x_NK, {x_NK.dtype} "
+            f"{tuple(x_NK.shape)}, takes rows of {K} in its dtype"
+        )
+    check_lanes(lanes, slot_N=slot_N)
+    call = LinearCall(x_NK, weight_MK, slot_N).planned(LOGITS.kind)
+    if not is_launched(call):
+        return linear_reference(call, LOGITS)
+    out = LOGITS.outputs(call)
+    launch_linear(call, LOGITS.targets(out))
     return out
 
 

@@ -192,6 +192,7 @@ def test_sessions_are_packed_with_others() -> None:
         ({"prompt_embeds": True}, "=3 is for engines without prompt_embeds=True"),
         ({"tensor_parallel": 2}, "=3 is for engines without tensor_parallel=2"),
         ({"pipeline_parallel": 2}, "=3 is for engines without pipeline_parallel=2"),
+        ({"record_routing": True}, "=3 is for engines without record_routing=True"),
         ({"prompts_per_prefill": 0}, r"prompts_per_prefill=0 must be in \[1, 64\]"),
     ],
 )
@@ -203,7 +204,6 @@ def test_engines_that_feed_one_prompt_say_so(options: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "shape, has",
     [
-        ("tiny-moe", "experts"),
         ("tiny-delta", "recurrent layers"),
         ("deepseek-v2-lite", "keep latents"),
     ],

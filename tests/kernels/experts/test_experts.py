@@ -471,6 +471,32 @@ def test_chunks_in_the_tiles_that_prompts_take(device, dtypes, assert_products_c
         assert_chunk_is_right(case, tile, assert_products_close)
 
 
+def test_bits_of_chunks_do_not_depend_on_company(device, dtypes):
+    """In the tile for any number of lanes: pairs and blocks change places, alone and among many."""
+    lanes, hidden, ffn = (90, 24, 8) if INTERPRETED else (300, 320, 192)
+    random = torch.Generator().manual_seed(0)
+    for dtype in dtypes:
+        tile = chunk_tile(None, 2, 3, hidden, dtype)
+        case = make_case(lanes, hidden, ffn, 3, 2, dtype, device, padded=(1,), biased=True)
+        a, y = chunk_in(case, tile)
+        assert int(case.grouping(tile.lanes).blocks[0].ge(0).sum()) > 3, "an expert has two blocks"
+        for lane_of in ([4], [lanes - 1, 0, 4, 7], torch.randperm(lanes, generator=random)[:50]):
+            lane_of = torch.as_tensor(lane_of, device=device)
+            some = case.take(lane_of)
+            live = some.slot >= 0
+            for whole, found in zip((a, y), chunk_in(some, tile), strict=True):
+                assert torch.equal(found[live], whole[lane_of][live])
+
+
+def chunk_in(case, tile):
+    """What the first half of a chunk leaves for each lane's pairs, and their sum."""
+    options = {"tile": tile, "grouping": case.grouping(tile.lanes)}
+    routed = case.slot, case.routes
+    a = expert_inner(case.x, case.gate_up, *routed, **case.first, **options)
+    y = expert_sum(a, case.down, *routed, bias_EH=case.down_bias, **options)
+    return a.view(len(y), -1), y
+
+
 def assert_chunk_is_right(case, tile, assert_products_close):
     lanes, top_k = case.routes.expert.shape
     dtype, ffn = case.x.dtype, case.down.shape[2]
@@ -551,6 +577,7 @@ def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
         for lanes in (1, 16, 256, 512, 1024, 4096)
     ]
     assert sizes == [16, 16, 16, 32, 64, 128]
+    assert chunk_tile(None, 8, 128, 2048, torch.bfloat16) == ProductTile(64, 128, 64, 4, 4)
     assert [groups_pairs(lanes, 8, 128) for lanes in (1, 4, 8, 64)] == [False, False, True, True]
     assert groups_pairs(4, 8, 128, tokens_per_row=4) and not groups_pairs(2, 8, 128, 2)
     assert not groups_pairs(1, 4, 4)

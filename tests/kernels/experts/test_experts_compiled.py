@@ -204,6 +204,19 @@ def test_chunks_take_the_tensor_cores(lanes, product):
     assert {word.partition(".f32")[0] for word in products(ptx)} == {product}
 
 
+@pytest.mark.parametrize("label", ["", "e2m1-1x32"])
+def test_chunks_of_any_number_of_lanes_multiply_in_one_order(label):
+    """By the same instructions, as many of them, in one tile."""
+    kind = WeightFormat.of_label(label) if label else None
+    tile, found = chunk_tile(None, TOP_K, EXPERTS, HIDDEN, torch.bfloat16, kind), []
+    for lanes in (1, 1024):
+        size = tile.lanes
+        operands = packed_operands(label, lanes, size) if label else Operands(lanes, size)
+        ptx, _ = compile_launch(of_gate_up(operands, tile, squares=False))
+        found.append(re.findall(r"(?:wgmma|mma)\.\S*m\d+n\d+k\S*", ptx))
+    assert found[0] == found[1] and {word.partition("_")[0] for word in found[0]} == {"wgmma.mma"}
+
+
 def test_router_and_grouping_wait():
     lanes = Operands(8)
     logits = torch.empty((8, EXPERTS), device="meta")

@@ -291,6 +291,24 @@ def test_a_chunk_means_what_the_weights_mean(label, used, top_k, gated, dtype, d
     torch.testing.assert_close(y[live], wanted[live], **tolerance(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("label", ["int4-1x32", "e2m1-1x32", "uint4-1x32-minimums-of256"])
+def test_bits_of_chunks_do_not_depend_on_company(label, dtype, device):
+    """In the tile for any number of lanes, of which blocks have more than one."""
+    case = Case(label, dtype, device, lanes=70, used=2)
+    tile = chunk_tile(None, 2, case.E, case.gate_up.shape[2], dtype, case.gate_up.format)
+    assert tile.lanes == (32 if dtype == torch.float32 else 64)
+    products = []
+    for each in (case, case.take(0), case.take(69)):
+        a = swiglu(each, grouped=True, tile=tile)
+        grouping = each.grouping(tile.lanes)
+        y = expert_sum(a, each.down, each.slot, each.routes, tile=tile, grouping=grouping)
+        products.append((a.view(len(y), -1), y))
+    (all_a, all_y), *single = products
+    for lane, (a, y) in zip((0, 69), single, strict=True):
+        assert torch.equal(a[0], all_a[lane]) and torch.equal(y[0], all_y[lane])
+
+
 @pytest.mark.parametrize("label", ["int8-1x0", "e2m1-1x32"])
 def test_a_block_of_128_pairs_means_what_the_weights_mean(label, device):
     case = Case(label, torch.float16, device, lanes=20, used=1, top_k=1)

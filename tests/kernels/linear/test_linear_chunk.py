@@ -1,5 +1,6 @@
 """The prefill product of any number of lanes: the reference, and the Gluon kernel's code for sm_90
 in an emulation, at edges, in every tile, alone and in company. On a Hopper GPU the kernel itself.
+Logits are also computed in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.prefill.linear_chunk import (
     _STAGES,
     linear_chunk,
+    linear_chunk_logits,
     linear_chunk_reference,
     tile_outputs,
 )
@@ -105,6 +107,34 @@ def test_the_reference_has_the_same_bits_at_every_number_of_lanes():
     torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias))
     for lanes in ([4], [36, 0, 4, 4, 7], [*range(20)]):
         assert torch.equal(linear_chunk(x[lanes], weight, bias), whole[lanes])
+
+
+def test_logits_have_the_same_bits_at_every_number_of_lanes(device, dtypes):
+    """In float32, of more lanes than a decode step has; padded ones hold NaN."""
+    for dtype in dtypes:
+        weight, x = (random_rows(n, 200, dtype=dtype, device=device) for n in (24, 101))
+        slot = torch.arange(101, dtype=torch.int32, device=device)
+        x[1], slot[1] = float("nan"), -1
+        whole, live = linear_chunk_logits(x, weight, slot), slot >= 0
+        expected = x.double() @ weight.double().t()
+        torch.testing.assert_close(whole[live].double(), expected[live], rtol=1e-5, atol=1e-4)
+        for lanes in ([4], [100, 0, 4, 4, 7], [*range(2, 40)]):
+            found = linear_chunk_logits(x[lanes], weight, slot[lanes])
+            assert torch.equal(found, whole[lanes])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.zeros(16, 56)}, r"weight_MK is .*\(16, 56\): x_NK, .* takes rows of 64"),
+        ({"weight": torch.zeros(16, 64).half()}, "weight_MK is torch.float16"),
+        ({"slot": torch.zeros(3, dtype=torch.int32)}, "slot_N must .*2"),
+    ],
+)
+def test_operands_of_logits_that_do_not_fit_are_errors(changes, message):
+    x, slot = torch.zeros(2, 64), changes.get("slot", torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        linear_chunk_logits(x, changes.get("weight", torch.zeros(16, 64)), slot)
 
 
 @pytest.mark.parametrize(

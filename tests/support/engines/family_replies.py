@@ -22,7 +22,7 @@ MAX_SEQ_LEN = 400
 BLOCK = 8
 
 REFUSED_PACKING = re.compile(
-    "has (recurrent layers|layers that keep latents|experts), and feeds one prompt"
+    "has (recurrent layers|layers that keep latents), and feeds one prompt"
 )
 
 Wanted = Callable[[Result], torch.Tensor]
