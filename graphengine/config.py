@@ -313,9 +313,9 @@ class EngineConfig(RankOptions):
     lookahead: int | None = option(
         None,
         within(0, 2),
-        doc="""launches made before the oldest one is collected, 0 to 2. It is 0 while a request
-        whose grammar the host follows holds a slot; UserProvided and SaveHiddenStates always set it
-        to 0; None: 1 on a GPU or with pipeline_parallel, else 0""",
+        doc="""launches made before the oldest one is collected, 0 to 2. Requests whose grammar the
+        host follows sit out of these. It is 0 beside a request with forced_tokens, and always with
+        UserProvided and SaveHiddenStates; None: 1 on a GPU or with pipeline_parallel, else 0""",
         flag=Flag(),
     )
     steps_per_launch: int = option(

@@ -271,8 +271,8 @@ class SamplingParams:
     forced_tokens: bool = option(
         False,
         doc="""`Engine.force` may choose the request's next token. While such a request is active,
-        the engine has no lookahead, as with grammars. `bad_words` and `structured_outputs` are
-        refused together with it at submit""",
+        the engine has no lookahead. `bad_words` and `structured_outputs` are refused together with
+        it at submit""",
     )
     routing: RoutingRecord | ArrayLike | None = option(
         None,

@@ -451,7 +451,7 @@ class EngineCore:
             )
             replays.append(first)
             self._run(key, replays[-1:])
-        if plan.masks_changed and self._own.guided:
+        if plan.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
         self.in_flight.append(tuple(replays))
@@ -569,9 +569,7 @@ class EngineCore:
         return records
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
-        """Whether nothing is in flight and the drafts arrive within `timeout` seconds."""
-        if self.in_flight:
-            return False
+        """Whether the drafts of the steps that were read arrive within `timeout` seconds."""
         try:
             with self.interrupts.let_through:
                 return bool(self.runtime.wait_drafts(timeout))

@@ -259,15 +259,18 @@ class Runtime(SlotOperations, Waits):
     def fetch_drafts(self) -> None:
         """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
         with self.on_stream():
-            self._launch(self.masks.fetch_drafts)
+            self._launch(partial(self.masks.fetch_drafts, self.launched))
 
     def _launch(self, work: Callable[[], object]) -> None:
         """Queue work on the stream; on a CPU, do it at once."""
         work()
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts of the last replay are on the host; waits like `Waits`."""
-        return self.masks.wait(self.launched, timeout=timeout, mode=self._mode, limit=self._limit)
+        """True once the drafts that were fetched after acknowledged replays are on the host; waits
+        like `Waits`.
+        """
+        read = self.buffers.acknowledged
+        return self.masks.wait(read, timeout=timeout, mode=self._mode, limit=self._limit)
 
     # Calls from outside a step.
 

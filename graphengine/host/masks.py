@@ -4,9 +4,10 @@
 are written once, when the request is admitted. Masks of a grammar are written before each decode
 step of the request, as they depend on its last tokens and on the drafts after them; in trees, on
 the drafts along the path to each lane. If the device drafts, its table of drafts is copied to
-pinned memory after each step's replays while any request with a grammar holds a slot, and the next
-step waits for that copy. Otherwise nothing is copied, and nothing waits. A token that a caller
-forces is a mask as well: for one step, the first lane allows nothing else.
+pinned memory after the replays of each launch with such a request, and once the host has read the
+launch it waits for that copy, too. Later launches, without the request, leave its drafts as they
+are. Otherwise nothing is copied, and nothing waits. A token that a caller forces is a mask as well:
+for one step, the first lane allows nothing else.
 
 Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V vocabulary.
 """
@@ -14,6 +15,7 @@ Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V voca
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,15 +57,15 @@ class MaskTable:
         self._held: list[int | None] = [None] * len(self._table)
         # Slots whose mask forces a token.
         self._forced: set[int] = set()
-        self._event: torch.cuda.Event | None = None
+        # Copies that may not have arrived, oldest first: the replay before each, and its event.
+        self._fetched: deque[tuple[int, Any]] = deque()
+        self._spare: list[Any] = []
+        self._on_gpu = field.device.type == "cuda"
         if self._table.shape[1] > 1 and not host_drafts:
             copied = [buffers["draft_tokens"]]
             if isinstance(parents, torch.Tensor):
                 copied.append(parents)
-            on_gpu = copied[0].device.type == "cuda"
-            self._copies = [(part, _host_copy(part, pinned=on_gpu)) for part in copied]
-            if on_gpu:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copies = [(part, _host_copy(part, pinned=self._on_gpu)) for part in copied]
 
     def updates(self, plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
         """The field's values for the plan's step; empty if they have not changed.
@@ -139,30 +141,37 @@ class MaskTable:
         drafts, *parents = (host[slot].tolist() for _, host in self._copies)
         return drafts, parents[0] if parents else self._fixed_parents
 
-    def fetch_drafts(self) -> None:
-        """Queue the copy of the device's drafts on the current stream, which replays run on."""
-        if self._copies:
-            for device, host in self._copies:
-                host.copy_(device, non_blocking=True)
-            if self._event is not None:
-                self._event.record()
+    def fetch_drafts(self, sequence: int) -> None:
+        """Queue the copy of the device's drafts after replay `sequence` on the current stream,
+        which replays run on.
+        """
+        for device, host in self._copies:
+            host.copy_(device, non_blocking=True)
+        if self._copies and self._on_gpu:
+            make: Any = torch.cuda.Event
+            event = self._spare.pop() if self._spare else make()
+            event.record()
+            self._fetched.append((sequence, event))
 
     def wait(
         self,
-        sequence: int,
+        read: int,
         *,
         timeout: float | None,
         limit: float,
         mode: WaitMode,
     ) -> bool | None:
-        """True once the drafts after the last replay, `sequence`, have arrived; None if they have
-        not within `timeout` seconds (None: no timeout but `limit`).
+        """True once the drafts that were fetched after replays up to `read` have arrived; None if
+        they have not within `timeout` seconds (None: no timeout but `limit`).
 
         TimeoutError after `limit` seconds; errors of the device are raised.
         """
         started = time.perf_counter()
-        event: Any = self._event
-        while event is not None and not event.query():
+        while self._fetched and self._fetched[0][0] <= read:
+            sequence, event = self._fetched[0]
+            if event.query():
+                self._spare.append(self._fetched.popleft()[1])
+                continue
             waited = time.perf_counter() - started
             if timeout is not None and waited >= timeout:
                 return None

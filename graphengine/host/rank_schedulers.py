@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from graphengine.host.block_pool import BlockPool
 from graphengine.host.scheduler import Move, Scheduler, finish
-from graphengine.host.step_plan import Plan
+from graphengine.host.step_plan import Plan, must_read
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.requests.context import Context
 from graphengine.requests.request import Request
@@ -131,9 +131,11 @@ class RankSchedulers:
 
     def plan(self) -> tuple[Plan | None, ...] | None:
         """The next step of each rank, None for a rank that has nothing to launch; None if all have
-        nothing.
+        nothing, or the host must read what is in flight first.
         """
         self._hand_out()
+        if self.guided and must_read(self.active):
+            return None
         plans = tuple(each.plan() for each in self.ranks)
         return plans if any(plan is not None for plan in plans) else None
 

@@ -46,7 +46,15 @@ from graphengine.host.block_pool import BlockPool
 from graphengine.host.chunks import Chunks
 from graphengine.host.reuse import Reuse
 from graphengine.host.rings import WindowRing, WindowRings
-from graphengine.host.step_plan import NOTHING, Changes, Plan, count_launch
+from graphengine.host.step_plan import (
+    NOTHING,
+    Changes,
+    Plan,
+    count_launch,
+    must_read,
+    samples_guided,
+    sitting_out,
+)
 from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.requests.context import Context
@@ -86,9 +94,11 @@ class Scheduler:
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
-    While a request whose grammar the host follows, or whose caller may force tokens, holds a slot,
-    its tokens must be read before its next step can be launched: `guided` counts such requests, and
-    `lookahead` is 0 while there are any.
+    The tokens of a request whose grammar the host follows, or whose caller may force tokens, must
+    be read before its next step can be launched. `guided` counts such requests with a slot. They
+    sit out of launches until then, while the others go on; without others, nothing is launched.
+    Callers expect each step to bring the token of a request that they may force, so `lookahead` is
+    0 while one of these holds a slot.
     `followed` counts those whose grammar the device follows.
     `moves` notes which requests were paused, resumed and finished; its reader clears it.
     """
@@ -148,7 +158,7 @@ class Scheduler:
             counters=self.counters,
         )
         self.moves: list[tuple[Move, int]] = []
-        self.guided = self.followed = 0
+        self.guided = self.followed = self._forcible = 0
         self.lookahead = self._usual_lookahead = lookahead
         self._max_waiting = max_waiting
         self._steps_per_launch = steps_per_launch
@@ -254,6 +264,7 @@ class Scheduler:
             written = placement.kv_len + self._tokens_per_step - 1
             self.reuse.end_ring(request, min(written, job.max_len - 1))
             self.pool.give_back(placement.blocks)
+            self._changes.keep_out(placement.swap_blocks)
             self.swap.give_back(placement.swap_blocks)
             job.placement = None
             self._changes.slots = self._changes.tables = True
@@ -276,13 +287,19 @@ class Scheduler:
 
         While the previous plan is known to hold, this only counts, and does not look at requests.
         """
-        if self._repeats:
+        if self.guided and must_read(self.active):
+            return None
+        if self._repeats and not (self._last.guided and sitting_out(self._last.rows)):
             self._repeats -= 1
             count_launch(self._last)
             return self._last
+        self._repeats = 0
         rows = self._grow_or_pause()
+        sat_out = sitting_out(self.active) if self.guided else 0
         if not self._changes.swap_out:
-            rows += self._resume()
+            # Without rows there may be no plan to bring the blocks back.
+            if rows or not sat_out:
+                rows += self._resume()
             self._admit()
         chunks = self._chunks.next(self.active)
         if not rows and not chunks:
@@ -293,6 +310,9 @@ class Scheduler:
         steps = 1 if chunks else self._steps_of_launch(rows)
         changes, self._changes = self._changes, Changes()
         same = tuple(rows) == self._last.rows
+        guided = self.guided > 0 and samples_guided(rows, chunks)
+        if sat_out:
+            self.counters["guided/sat_out"] += sat_out
         plan = Plan(
             rows=tuple(rows),
             bucket=self._ladder.pick(len(rows)) if rows else 0,
@@ -309,7 +329,8 @@ class Scheduler:
             slots_changed=changes.slots,
             tables_changed=changes.tables,
             options_changed=changes.options,
-            masks_changed=changes.options or self.guided > 0,
+            masks_changed=changes.options or guided,
+            guided=guided,
         )
         count_launch(plan)
         self._last = plan
@@ -321,7 +342,7 @@ class Scheduler:
                 slots_changed=False,
                 tables_changed=False,
                 options_changed=False,
-                masks_changed=self.guided > 0,
+                masks_changed=guided,
             )
         return plan
 
@@ -409,6 +430,8 @@ class Scheduler:
             job = request.job
             if request.phase is not Phase.DECODE or not job.can_sample:
                 continue
+            if self.guided and job.waits:
+                continue
             if self._room(job) >= self._width or self._reserve(
                 request, job.placed.kv_len + self._width
             ):
@@ -452,7 +475,8 @@ class Scheduler:
         """Bring paused requests back, oldest first, while every running row can still grow.
 
         Blocks were copied out up to a bound, which tokens collected during the pause may have
-        lowered. Blocks past it hold nothing valid and are not copied back.
+        lowered. Blocks past it hold nothing valid and are not copied back. A request whose next
+        step waits for the host stays paused until then, and so do those after it.
         """
         rows: list[Request] = []
         paused = [request for request in self.active if request.phase is Phase.PAUSED]
@@ -463,7 +487,7 @@ class Scheduler:
             prefilling = placement.prefilled < job.prompt_len
             tokens = job.prompt_len if prefilling else placement.kv_len + self._width
             need = self.blocks_for(self._reach(job, tokens))
-            if self.pool.free < need + headroom:
+            if self.pool.free < need + headroom or job.waits:
                 break
             placement.blocks = self.pool.take(need)
             used = self.blocks_for(self._reach(job, placement.kv_len))
@@ -533,9 +557,10 @@ class Scheduler:
 
     def _count_guided(self, job: Job, change: int) -> None:
         self.followed += change * job.followed
-        if job.guided:
-            self.guided += change
-            self.lookahead = 0 if self.guided else self._usual_lookahead
+        self.guided += change * job.guided
+        if job.forcible:
+            self._forcible += change
+            self.lookahead = 0 if self._forcible else self._usual_lookahead
 
     def _headroom(self, rows: int) -> int:
         """Blocks that `rows` rows may take in their next step; 0 if the pool is roomy, as it always

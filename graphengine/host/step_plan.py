@@ -5,10 +5,11 @@ A replay in flight is data, too: what the host remembers of it until its record 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from graphengine.requests.request import Request
+from graphengine.requests.request import Phase, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +37,12 @@ class Plan:
     `rows[i]` runs in decode row i, in epoch `epochs[i]`; `bucket` is the number of rows of the
     graph that serves them, 0 if no request decodes. `full` says whether one of them needs a graph
     of the full sampler. A plan swaps out or in, never both. The other flags say which host-owned
-    fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
-    otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
-    same object. `width` is the number of tokens that a decode row feeds. The decode replay runs
-    `steps` steps of these rows; it is 1 where there is a prefill replay. The prefill replay feeds
-    `prefill` and the chunks of other prompts that are `packed` with it.
+    fields differ from those of the previous plan; `masks_changed` is set with `guided`, otherwise
+    it equals `options_changed`. In steady state, where nothing differs, every plan is the same
+    object. `width` is the number of tokens that a decode row feeds. The decode replay runs `steps`
+    steps of these rows; it is 1 where there is a prefill replay. The prefill replay feeds `prefill`
+    and the chunks of other prompts that are `packed` with it. `guided` says whether it samples for
+    a request whose next step waits until the host has read the token.
     """
 
     rows: tuple[Request, ...]
@@ -56,6 +58,7 @@ class Plan:
     tables_changed: bool
     options_changed: bool
     masks_changed: bool
+    guided: bool = False
     steps: int = 1
     packed: tuple[PrefillChunk, ...] = ()
 
@@ -83,6 +86,34 @@ NOTHING = Plan(
 """The plan before the first one."""
 
 
+def must_read(active: Iterable[Request]) -> bool:
+    """Whether the next launch waits until the host has read what is in flight: all requests that
+    run need their last tokens read before their next steps, and one of them has an unread token.
+
+    So these requests stay in step with each other.
+    """
+    waits = False
+    for request in active:
+        if request.phase is Phase.PAUSED:
+            continue
+        if not request.job.guided:
+            return False
+        waits = waits or request.job.waits
+    return waits
+
+
+def sitting_out(requests: Iterable[Request]) -> int:
+    """How many of the requests decode, but have no next step until the host has read their last."""
+    jobs = (request.job for request in requests if request.phase is Phase.DECODE)
+    return sum(job.can_sample and job.waits for job in jobs)
+
+
+def samples_guided(rows: Sequence[Request], chunks: Sequence[PrefillChunk]) -> bool:
+    """Whether a plan of these samples for a request whose tokens are read before its next step."""
+    sampling = [*rows, *(chunk.request for chunk in chunks if chunk.final)]
+    return any(request.job.guided for request in sampling)
+
+
 @dataclass(kw_only=True, slots=True)
 class Changes:
     """What the next plan changes, as `Plan` names it."""
@@ -92,6 +123,11 @@ class Changes:
     options: bool = False
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+
+    def keep_out(self, swap_blocks: Collection[int]) -> None:
+        """Copy nothing out to these blocks, which are given back: others may take them."""
+        if self.swap_out and swap_blocks:
+            self.swap_out = [pair for pair in self.swap_out if pair[1] not in swap_blocks]
 
 
 def count_launch(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,8 @@ class PipelineRuntime(DriverRuntime):
         self.queue = HostQueue()
         # Number of calls queued up to each step, by the step's sequence number.
         self._ends: dict[int, int] = {}
+        # Of each copy of drafts still to be waited for: the step before it, and its number.
+        self._fetches: deque[tuple[int, int]] = deque()
         super().__init__(opened, memory, config, ranks, contents)
         if self.stream is None:
             self._copies = self.queue
@@ -126,7 +129,14 @@ class PipelineRuntime(DriverRuntime):
             self._ends.pop(sequence, None)
         return super().wait_tokens(sequence, lanes, timeout)
 
+    def fetch_drafts(self) -> None:
+        """Queue the copy of the drafts to the host, and note its place in the queue."""
+        super().fetch_drafts()
+        self._fetches.append((self.launched, self.queue.queued))
+
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts of the last replay are on the host."""
-        self.synchronize()
+        """True once the drafts fetched after acknowledged replays are on the host."""
+        while self._fetches and self._fetches[0][0] <= self.buffers.acknowledged:
+            with self.ranks.explained():
+                self.queue.run(self._fetches.popleft()[1])
         return super().wait_drafts(timeout)

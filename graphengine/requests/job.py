@@ -190,8 +190,13 @@ class Job:
 
     @property
     def guided(self) -> bool:
-        """Whether the host must read each of its tokens before it launches the next step."""
+        """Whether the host must read each of its tokens before it launches its next step."""
         return self.forcible or (self.guide is not None and self.guide.where == "host")
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next step depends on a token that the host has not read yet."""
+        return self.guided and self.placed.most > len(self.tokens)
 
     @property
     def followed(self) -> bool:

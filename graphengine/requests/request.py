@@ -158,8 +158,8 @@ class Request:
 
     @property
     def grammar(self) -> str | None:
-        """Who follows its grammar: "device", or "host", which then reads each step before it
-        launches the next; None without a grammar. Known once it is queued.
+        """Who follows its grammar: "device", or "host", which then reads each of its tokens before
+        its next step is launched; None without a grammar. Known once it is queued.
         """
         guide = self.job.guide
         return None if guide is None else guide.where

@@ -192,7 +192,7 @@ class DataParallelCore(EngineCore):
     def _fetch_drafts(self, plans: Plans) -> None:
         """Fetch the drafts of each rank whose grammar masks depend on them."""
         for rank_state, plan in zip(self._rank_states, plans, strict=True):
-            if plan is not None and plan.masks_changed and rank_state.scheduler.guided:
+            if plan is not None and plan.guided:
                 self.counters["guided/steps"] += 1
                 rank_state.runtime.fetch_drafts()
 

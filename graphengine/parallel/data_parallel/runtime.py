@@ -6,6 +6,8 @@ publishes its requests' tokens into a mailbox that the driver maps.
 
 from __future__ import annotations
 
+from collections import deque
+
 from graphengine.buckets import StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.core.commands import Command, FetchDrafts, OfSlots, SlotOperations
@@ -57,7 +59,7 @@ class DataParallelRuntime(DriverRuntime):
             super()._send(command)
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the requested drafts of the last replay are on the host."""
+        """True once the drafts requested after acknowledged replays are on the host."""
         deadline = deadline_after(timeout)
         own = super().wait_drafts(timeout)
         return own and (all(each.wait_drafts(seconds_to(deadline)) for each in self.others) or None)
@@ -104,8 +106,9 @@ class RemoteRank(SlotOperations, WatchedWaits):
         self.masks = MaskTable(self.buffers, host_drafts=self._host_drafts)
         self._drafts, self._waits = shared.drafts, shared.watch.numpy()
         self._share = Share(rank, config.ranks)
-        # The number of the command that asked for drafts, until they arrive.
-        self._asked: int | None = None
+        # The commands that asked for drafts which have not arrived, oldest first: the replay
+        # before each, and its number.
+        self._asked: deque[tuple[int, int]] = deque()
         records = new_records(config, memory, shared.mailboxes)
         self.mailbox, self.logprobs, self.routing = records[:3]
         self.data_room = driver.data_room
@@ -130,18 +133,21 @@ class RemoteRank(SlotOperations, WatchedWaits):
     def fetch_drafts(self) -> None:
         """Ask for the drafts of the rank's last replay."""
         if not self._host_drafts:
-            self._asked = self.run(FetchDrafts())
+            self._asked.append((self.next_replay - 1, self.run(FetchDrafts())))
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
         """True once the requested drafts have arrived; see `Runtime.wait_drafts`."""
-        if self._asked is None:
+        read = self.buffers.acknowledged
+        due = [number for sequence, number in self._asked if sequence <= read]
+        if not due:
             return True
         with self.ranks.explained():
-            if not self.ranks.wait_done(self._rank, self._asked, timeout):
+            if not self.ranks.wait_done(self._rank, due[-1], timeout):
                 return None
+        for _ in due:
+            self._asked.popleft()
         self.buffers[_DRAFTS].copy_(self._drafts)
-        self.masks.fetch_drafts()
-        self._asked = None
+        self.masks.fetch_drafts(read)
         return True
 
     def check_group(self) -> None:

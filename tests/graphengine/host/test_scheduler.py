@@ -323,8 +323,13 @@ class Simulation:
         self.last_plan: Plan | None = None
         self.counters: Counter[str] = Counter()
 
-    def submit(self, prompt: int, new: int, stop_at: int | None = None) -> Request | None:
-        """Queue a request; None where the pool is too small for it."""
+    def submit(
+        self, prompt: int, new: int, stop_at: int | None = None, *, guided: bool = False
+    ) -> Request | None:
+        """Queue a request; None where the pool is too small for it.
+
+        guided  whether the host follows its grammar
+        """
         request = make_request(
             prompt,
             new,
@@ -334,6 +339,7 @@ class Simulation:
             top_k=5 if len(self.requests) % 3 == 2 else 0,
             cancelled=self.cancelled,
         )
+        request.job.guide = Guide.__new__(Guide) if guided else None
         if self.need(request) > self.scheduler.pool.count:
             with pytest.raises(ValueError, match=f"the pool has {self.scheduler.pool.count}"):
                 self.scheduler.submit(request)
@@ -470,7 +476,14 @@ class Simulation:
         if self.scheduler.busy:
             assert self.in_flight, f"nothing runs, but {self.scheduler.active} wait"
             oldest = self.scheduler.active[0]
+            if any(self.is_ahead(each) for each in self.scheduler.active if each.job.guided):
+                return
             assert oldest.job.placed.least == oldest.job.max_new_tokens, oldest
+
+    def is_ahead(self, request: Request) -> bool:
+        """Whether a launch that was not read samples for the request, or feeds its prompt."""
+        launches = [lanes for replays in self.in_flight for _, lanes in replays]
+        return any(request is lane for lanes in launches for lane, _ in lanes)
 
     def check_plan(self, plan: Plan, oldest: Request | None) -> None:
         rows = plan.rows
@@ -493,7 +506,12 @@ class Simulation:
         if oldest is not None:
             progress = oldest in rows or (plan.prefill and plan.prefill.request is oldest)
             all_sampled = oldest.job.placed.least == oldest.job.max_new_tokens
-            assert progress or all_sampled, f"the oldest does not advance: {oldest!r}"
+            waits = oldest.job.guided and self.is_ahead(oldest)
+            assert progress or all_sampled or waits, f"the oldest does not advance: {oldest!r}"
+        assert not any(self.is_ahead(row) for row in rows if row.job.guided), "it was not read"
+        sampling = [*rows, *(chunk.request for chunk in plan.chunks if chunk.final)]
+        assert plan.guided == any(row.job.guided for row in sampling)
+        assert plan.masks_changed == (plan.options_changed or plan.guided)
 
     def check_picture(self, plan: Plan, updates: dict[str, Any]) -> None:
         """The flagged updates alone leave the fields as a full one would."""
@@ -510,7 +528,7 @@ class Simulation:
         """Plans that suffice: in each the oldest advances, or its last tokens are in flight."""
         return sum(
             -(-request.job.prompt_len // self.max_chunk)
-            + request.job.max_new_tokens
+            + request.job.max_new_tokens * (1 + request.job.guided * self.lookahead)
             + self.lookahead
             + 1
             for request in self.requests
@@ -697,7 +715,12 @@ CALLS: st.SearchStrategy[list[Call]] = st.lists(
     st.one_of(
         st.tuples(
             st.just("submit"),
-            st.tuples(st.integers(1, 12), st.integers(1, 16), st.none() | st.integers(0, 8)),
+            st.tuples(
+                st.integers(1, 12),
+                st.integers(1, 16),
+                st.none() | st.integers(0, 8),
+                st.booleans(),
+            ),
         ),
         st.tuples(st.just("cancel"), st.tuples(st.integers(0, 20))),
         st.tuples(st.just("step"), st.tuples(st.booleans())),
@@ -762,8 +785,8 @@ def plans_of_a_run(calls: list[Call], simulation: Simulation) -> list[Any]:
     simulation.launch = record  # type: ignore[method-assign]
     for name, arguments in calls:
         if name == "submit":
-            prompt, new, stop = arguments
-            simulation.submit(prompt, new, None if stop is None else prompt + stop)
+            prompt, new, stop, guided = arguments
+            simulation.submit(prompt, new, None if stop is None else prompt + stop, guided=guided)
         elif name == "cancel":
             for request in simulation.requests[arguments[0] : arguments[0] + 1]:
                 request.cancel()
@@ -1320,9 +1343,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, **sizes: Any) -> None:
         self.simulation = Simulation(**sizes)
 
-    @rule(prompt=st.integers(1, 12), new=st.integers(1, 16), stop=st.none() | st.integers(0, 8))
-    def submit(self, prompt: int, new: int, stop: int | None) -> None:
-        self.simulation.submit(prompt, new, None if stop is None else prompt + stop)
+    @rule(
+        prompt=st.integers(1, 12),
+        new=st.integers(1, 16),
+        stop=st.none() | st.integers(0, 8),
+        guided=st.booleans(),
+    )
+    def submit(self, prompt: int, new: int, stop: int | None, guided: bool) -> None:
+        self.simulation.submit(prompt, new, None if stop is None else prompt + stop, guided=guided)
 
     @precondition(lambda self: self.simulation.requests)
     @rule(data=st.data())
@@ -1370,9 +1398,18 @@ def test_any_order_of_calls_keeps_the_invariants() -> None:
 
 
 def random_run(
-    seed: int, *, requests: int, lookahead: int, width: int = 1, extra: int = 0
+    seed: int,
+    *,
+    requests: int,
+    lookahead: int,
+    width: int = 1,
+    extra: int = 0,
+    guided: float = 0.0,
 ) -> Simulation:
-    """A pool that cannot hold the slots' requests together, beside swap that can."""
+    """A pool that cannot hold the slots' requests together, beside swap that can.
+
+    guided  part of the requests whose grammars the host follows
+    """
     rng = random.Random(seed)
     block_size, slots = rng.choice([1, 2, 4, 8]), rng.randint(2, 5)
     longest = rng.randint(3, 8)  # in blocks
@@ -1395,7 +1432,8 @@ def random_run(
             length = rng.randint(longest, longest * block_size)
             prompt = rng.randint(1, length // 3)
             stop = prompt + rng.randrange(length) if rng.random() < 0.4 else None
-            assert simulation.submit(prompt, length - prompt, stop) is not None
+            reads = guided > 0 and rng.random() < guided
+            assert simulation.submit(prompt, length - prompt, stop, guided=reads) is not None
         if rng.random() < 0.05:
             rng.choice(simulation.requests or [make_request(1, 1)]).cancel()
         if rng.random() < 0.3:
@@ -1479,33 +1517,72 @@ def test_a_roomy_pool_gives_a_request_all_its_blocks_at_once() -> None:
 # Grammars.
 
 
-def test_nothing_is_launched_ahead_while_a_request_with_a_grammar_holds_a_slot() -> None:
-    scheduler = make_scheduler(slots=2, kv_blocks=64, swap_blocks=0, lookahead=1)
+def test_only_a_request_that_the_host_reads_first_sits_out() -> None:
+    scheduler = make_scheduler(slots=3, kv_blocks=64, swap_blocks=0, lookahead=1)
 
     def submit_guided() -> Request:
         request = submit(scheduler, 5, 9)
         request.job.guide = Guide.__new__(Guide)
         return request
 
-    def state() -> tuple[int, int, bool]:
+    def rows() -> tuple[list[Request], bool]:
         plan = plan_of(scheduler)
-        return scheduler.guided, scheduler.lookahead, plan.masks_changed
+        assert plan.masks_changed == plan.guided
+        return [*plan.rows], plan.guided
+
+    def read(*requests: Request) -> None:
+        for request in requests:
+            request.job.tokens += [7] * (request.job.placed.most - len(request.token_ids))
 
     plain = submit(scheduler, 5, 9)
     run_until(scheduler, plain, Phase.DECODE)
-    assert state() == (0, 1, False)
+    assert rows() == ([plain], False)
     first = submit_guided()
+    plan = plan_of(scheduler)
+    # Its prompt samples a token, with a mask.
+    assert plan.rows == (plain,) and plan.guided and plan.masks_changed
+    assert rows() == rows() == ([plain], False)
+    read(first)
+    assert rows() == ([plain, first], True)
+    assert rows() == ([plain], False)
+    read(plain)
+    assert rows() == ([plain], False)
+    read(first)
     second = submit_guided()
-    # The second one waits: it holds no slot.
-    assert state() == (1, 0, True)
-    assert state() == state() == (1, 0, True)
+    assert rows() == ([plain, first], True)
+    assert scheduler.counters["guided/sat_out"] == 4
+    # Without others, both stay in step: each waits for the other's token, too.
     scheduler.retire(plain)
-    assert state() == (2, 0, True)
+    read(second)
+    assert scheduler.plan() is None
+    read(first)
+    assert rows() == ([first, second], True)
+    assert scheduler.plan() is None
+    read(first, second)
+    assert rows() == ([first, second], True)
     scheduler.retire(first)
-    assert state() == (1, 0, True)
-    waits = submit_guided()
-    scheduler.retire(waits)
     scheduler.retire(second)
     assert (scheduler.guided, scheduler.lookahead) == (0, 1)
-    submit(scheduler, 5, 9)
-    assert state() == (0, 1, False)
+
+
+@pytest.mark.parametrize(("lookahead", "width", "guided"), [(1, 1, 0.5), (2, 1, 0.3), (1, 4, 0.5)])
+def test_small_pools_serve_requests_that_sit_out(lookahead: int, width: int, guided: float) -> None:
+    sizes: dict[str, Any] = {"lookahead": lookahead, "width": width, "guided": guided}
+    runs = [random_run(seed, requests=20, **sizes) for seed in range(extent(30, 200))]
+    counters = _total(run.scheduler.counters for run in runs)
+    assert counters["guided/sat_out"] > 300 and counters["pauses"] > 50
+
+
+def test_nothing_is_launched_ahead_while_a_caller_may_force_tokens() -> None:
+    scheduler = make_scheduler(slots=2, kv_blocks=64, swap_blocks=0, lookahead=1)
+    plain = submit(scheduler, 5, 9)
+    run_until(scheduler, plain, Phase.DECODE)
+    assert scheduler.lookahead == 1
+    first, waits = submit(scheduler, 5, 9), submit(scheduler, 5, 9)
+    first.job.forcible = waits.job.forcible = True
+    plan_of(scheduler)
+    # The second one holds no slot.
+    assert (scheduler.guided, scheduler.lookahead) == (1, 0)
+    scheduler.retire(waits)
+    scheduler.retire(first)
+    assert (scheduler.guided, scheduler.lookahead) == (0, 1)

@@ -51,47 +51,7 @@ def regex(pattern: str, max_tokens: int = 60, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, structured_outputs=asked, **options)
 
 
-# Lookahead.
-
-
-def test_steps_look_ahead_but_for_a_grammar(device: str) -> None:
-    with open_engine(device=device, max_batch=3) as engine:
-        expected = [engine.generate(prompt, greedy(40)).token_ids for prompt in (PROMPT, OTHER)]
-        replay = engine.core.replay
-        in_flight: list[tuple[int, bool]] = []
-
-        def watched(plan: Any) -> Any:
-            rows = [row for row in plan.rows if row.job.guide is not None]
-            in_flight.append((len(engine.core.in_flight), bool(rows)))
-            return replay(plan)
-
-        engine.core.replay = watched  # type: ignore[method-assign]
-        plain = [engine.submit(prompt, greedy(40)) for prompt in (PROMPT, OTHER)]
-        for _ in range(4):
-            engine.step()
-            assert len(engine.core.in_flight) == engine.config.launched_ahead == 1
-        assert engine.counters["guided/steps"] == 0
-        guided = engine.submit(LONG, regex(LIST))
-        while not guided.finished:
-            engine.step()
-            if guided.token_ids and not guided.finished:
-                assert not engine.core.in_flight and engine.scheduler.lookahead == 0
-        steps = engine.counters["guided/steps"]
-        assert steps >= len(guided.token_ids) > 5
-        step_until(engine, lambda: len(engine.core.in_flight) == 1)
-        run(engine)
-        assert engine.counters["guided/steps"] == steps
-        assert [tuple(request.token_ids) for request in plain] == expected
-        assert guided.finish_reason == "stop" and re.fullmatch(LIST, guided.text)
-        assert {guided for ahead, guided in in_flight if ahead} == {False}
-        # A request that waits for a slot changes nothing.
-        others = [engine.submit(PROMPT, greedy(12, ignore_eos=True)) for _ in range(3)]
-        waits = engine.submit(PROMPT, regex(LIST))
-        step_until(engine, lambda: len(others[0].token_ids) > 5)
-        assert waits.job.placement is None and engine.scheduler.lookahead == 1
-        waits.cancel()
-        run(engine)
-        assert_idle(engine)
+# Masks and drafts.
 
 
 def test_requests_without_a_grammar_never_ask_for_masks(
@@ -123,12 +83,12 @@ def test_a_step_without_time_does_not_wait_for_drafts() -> None:
         request = engine.submit(PROMPT, regex(LIST))
         step_until(engine, lambda: len(request.token_ids) > 3)
         said = len(request.token_ids)
-        engine.runtime.masks._event = Pending(3)  # type: ignore[assignment]
+        engine.runtime.masks._fetched.append((0, Pending(3)))
         for _ in range(2):
             assert engine.step(timeout=0) == [] and engine.busy
             assert not engine.core.in_flight and len(request.token_ids) == said
         assert engine.step(timeout=0)
-        engine.runtime.masks._event = Pending(50)  # type: ignore[assignment]
+        engine.runtime.masks._fetched.append((0, Pending(50)))
         assert engine.step()
         run(engine)
         assert tuple(request.token_ids) == expected
@@ -138,7 +98,7 @@ def test_drafts_that_never_come_break_the_engine() -> None:
     with open_speculating(NGram(k=3), device="cpu", wait="block", wait_limit_s=0.01) as engine:
         request = engine.submit(PROMPT, regex(LIST))
         step_until(engine, lambda: len(request.token_ids) > 3)
-        engine.runtime.masks._event = Pending(10**9)  # type: ignore[assignment]
+        engine.runtime.masks._fetched.append((0, Pending(10**9)))
         with pytest.raises(TimeoutError, match=r"waited 0\.01 s for the drafts of replay \d+"):
             engine.step()
         with pytest.raises(RuntimeError, match="the engine is broken"):
