@@ -299,8 +299,8 @@ class SamplingParams:
     feed: Feed | None = option(
         None,
         doc="""embeddings that are added to the frames of a reply, for a model into which text
-        streams while it speaks: `Feed`, with the pad for frames without one; `Engine.feed` gives
-        more; None: none, for other models""",
+        streams while it speaks, or codes of a user who speaks meanwhile: `Feed`, with the pad for
+        frames without one; `Engine.feed` gives more; None: none, for other models""",
         hashed=False,
     )
 

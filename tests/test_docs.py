@@ -125,6 +125,19 @@ def talker_inputs() -> dict[str, torch.Tensor]:
     return {"talker_prompt": prompt, "trailing_text": text, "text_pad": text[-1]}
 
 
+def moshi_inputs() -> dict[str, torch.Tensor]:
+    """What Moshi with three codes of sound is given."""
+    from checkpoints.moshi_models import beginning
+
+    silence = torch.arange(3)
+    return {
+        "nothing": torch.tensor(beginning(3)[0]),
+        "silence": silence,
+        "said_now": silence + 4,
+        "conversation": torch.arange(28).view(4, 7),
+    }
+
+
 def shortened(generate: Callable[..., Any]) -> Callable[..., Any]:
     """`Engine.generate`, where an answer without a limit is not as long as the engine can hold."""
 
@@ -149,7 +162,7 @@ def test_the_code_of_a_page_runs(
         "params": SamplingParams(max_tokens=4),
         "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
         "serve_for_a_while": lambda engine: engine.generate("x", SamplingParams(max_tokens=2)),
-        "talker_path": "demo", **talker_inputs(),
+        "talker_path": "demo", "moshi_path": "demo", **talker_inputs(), **moshi_inputs(),
     }  # fmt: skip
     assert names.keys() == READER.keys(), "what is run and what is type-checked differ"
     names |= {"Engine": Engine, "SamplingParams": SamplingParams}
@@ -164,13 +177,15 @@ def test_the_code_of_a_page_runs(
     if page == "docs/speech.md":
         from checkpoints.csm_models import write_csm
         from checkpoints.higgs_models import BEGIN, write_higgs
+        from checkpoints.moshi_models import write_moshi
         from checkpoints.talker_models import write_talker
 
         write_csm(tmp_path, codebooks=4)
         write_higgs(tmp_path / "higgs-audio", codebooks=4)
         names |= {"path": tmp_path, "prompt": [1, 2, 3, BEGIN]}
         write_talker(tmp_path / "talker", 4)
-        names |= {"talker_path": tmp_path / "talker", **talker_inputs()}
+        write_moshi(tmp_path / "moshi", 3)
+        names |= {"talker_path": tmp_path / "talker", "moshi_path": tmp_path / "moshi"}
     if page == "docs/adapters.md":
         for seed, name in enumerate(("sql", "prose")):
             write_adapter(tmp_path / "adapters" / name, checkpoint_path(), rank=2, seed=seed)

@@ -23,6 +23,7 @@ from graphengine.core.intake import QueueOptions, check_one_prompt
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.models.inner.given_frames import delay_frames, embed_frames, undelay_frames
 from graphengine.options.checks import check_callable, shown
+from graphengine.options.frames import Rows
 from graphengine.prompts import Prompt, is_batch
 from graphengine.requests.frames import bits_of
 from graphengine.requests.request import Event, Request
@@ -229,7 +230,7 @@ def _check_ended(core: EngineCore, last: Event | None) -> None:
         core.check_open()
 
 
-def _feed(core: EngineCore, request: object, embeds: Tensor) -> int:
+def _feed(core: EngineCore, request: object, embeds: Rows) -> int:
     """Implements `Engine.feed`."""
     core.check_open()
     if not isinstance(request, Request):
@@ -263,7 +264,8 @@ class FrameCalls:
     def embed_frames(self, codes: npt.ArrayLike | Tensor) -> Tensor:
         """The embeddings of frames of codes, for prompts of a model whose steps emit frames.
 
-        codes  integers [frames, K], such as the `codes` of a `Result`
+        codes  integers [frames, K], such as the `codes` of a `Result`; for a model that hears codes
+               beside its own, these may follow, [frames, K + P], delayed like its own
 
         Returns [frames, hidden size] in the model's dtype on its device: what a step reads of such
         a frame. In an engine opened with `prompt_embeds`, it is a part of `PromptParts`.
@@ -280,7 +282,9 @@ class FrameCalls:
 
         Returns int32 [n, K], for `embed_frames`. For a model whose codes are delayed there are
         K + 1 frames more: the first has begin codes, code k of the others lags k frames behind,
-        and the last ones have end codes. Other models have no delays, and `codes` comes back.
+        and the last ones have end codes. For Moshi, [frames, K + P] gives one frame more: all codes
+        of sound of a frame but its first come one frame late, and what is not known is -1. Other
+        models have no delays, and `codes` comes back.
 
         ValueError as for `embed_frames`.
         """
@@ -295,18 +299,20 @@ class FrameCalls:
         Returns int32 [n, K], with the codes of each frame of sound together. For a model whose
         codes are delayed these are the frames whose codes have all come, after the last frame of
         begin codes alone and before the first one of end codes alone; K frames in a row give one.
-        Other models have no delays, and `codes` comes back.
+        For Moshi, two give one, without its text. Other models have no delays, and `codes` comes
+        back.
 
         ValueError as for `embed_frames`.
         """
         self.core.check_open()
         return undelay_frames(self.core.runtime.model, codes)
 
-    def feed(self, request: Request, embeds: Tensor) -> int:
-        """Have embeddings stream into the frames of a reply while it is spoken; see `Feed`.
+    def feed(self, request: Request, embeds: Rows) -> int:
+        """Have embeddings, or a user's codes, stream into the frames of a reply while it is spoken;
+        see `Feed`.
 
-        embeds  [n, hidden size] of floating point on any device, copied at once: those of the
-                frames after the last one that has a row
+        embeds  [n, hidden size] of floating point on any device, or codes, integers [n, P], copied
+                at once: those of the frames after the last one that has a row
 
         Where all rows that came before are used up, the first of these is for the first frame whose
         step is not launched: frames that were launched keep the pad. They are launched only by

@@ -30,6 +30,7 @@ from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelWeights, Shaped
 from graphengine.models.inner.drawn import FrameCoder
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates, side_by_side
@@ -119,6 +120,13 @@ class Composition(ABC):
     def head_rows(self) -> int:
         """Rows of lm_head."""
         return self.vocab_size if self.inner is None else self.inner.head_rows
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding: `vocab_size`, and one more where frames have a code that stands
+        for what was before the first one.
+        """
+        return self.vocab_size + (self.inner.begins if isinstance(self.inner, InnerDecoder) else 0)
 
     @property
     def by_kind(self) -> bool:

@@ -147,7 +147,7 @@ class DecoderWeights(ModelWeights):
             names[f"{config.position_name}.weight"] = Weight(self.positions)
         if self.layer_inputs is not None:
             names |= self.layer_inputs.stored()
-        if len(self.embedding) == config.vocab_size:
+        if len(self.embedding) == config.embedding_rows:
             names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
         if isinstance(self.own_head, Tensor):
             names[f"{HEAD}.weight"] = Weight(self.own_head)
@@ -562,7 +562,7 @@ class DecoderConfig(Composition):
         own_head = not self.tie_embeddings or HEAD in forms
         # Nobody uses the values of an embedding of one row.
         embeds = span is None or span.needs_embedding(own_head=own_head)
-        embedding = new(self.vocab_size if embeds else 1, hidden)
+        embedding = new(self.embedding_rows if embeds else 1, hidden)
         inner = None
         if self.inner is not None:
             inner = allocate_frames(self.inner, embedding, device=device, dtype=dtype)

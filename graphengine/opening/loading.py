@@ -113,7 +113,13 @@ def read_checkpoint(
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     named = None if tokenizer is None else tokenizer.eos_token_id
     inner = model.inner
-    found = read_eos_ids(checkpoint, model, named) if inner is None else (inner.end_token,)
+    if inner is None:
+        found = read_eos_ids(checkpoint, model, named)
+    elif inner.end_token >= 0:
+        found = (inner.end_token,)
+    else:
+        # A tokenizer's end of sequence is none of a frame's token.
+        found = read_eos_ids(checkpoint, model)
     eos_ids = config.check_eos_ids(found)
     whole, place = model, place_of_rank(share, config.pipeline_parallel)
     model = of_rank(

@@ -16,6 +16,7 @@ from graphengine.options.checks import shown
 
 FREE = -1
 """A code that is drawn."""
+Rows = Tensor | NDArray[Any]
 
 
 class ForcedCodes:
@@ -81,37 +82,53 @@ class ForcedCodes:
 
 
 class Feed:
-    """Embeddings that are added to the frames of a reply, such as those of the text to be spoken.
+    """What streams into the frames of a reply: embeddings, such as those of the text to be spoken,
+    or codes, those of what somebody else says meanwhile.
 
         SamplingParams(feed=Feed(pad, rows))
 
     Row i is added to the embedding of frame i, counted from 0, which the step that makes frame
     i + 1 reads; `Engine.feed` gives the rows after these. A frame without a row gets the pad. For
     Qwen3-Omni's talker, the rows are transformers' `trailing_text_hidden`, the pad its
-    `tts_pad_embed`.
+    `tts_pad_embed`. For Moshi, they are frames of the user's codes, the pad is a frame of silence,
+    and all codes of a frame but its first are heard one frame later, as Moshi says its own.
 
     Args:
-        pad: [H] or [1, H] of floating point, on the CPU or a GPU.
-        rows: [n, H]; None: none are known yet.
+        pad: [H] or [1, H] of floating point, on the CPU or a GPU; or integers [P], a frame's codes.
+        rows: [n, H], or integers [n, P]; None: none are known yet.
+        before: for codes, [P] of the frame before the first row, at the end of the prompt; its
+            first code is not read. None: the prompt is the beginning.
 
-    Both are copied at once. ValueError, with the shape, for anything else; the engine checks H.
+    All are copied at once. ValueError, with the shape, for anything else; the engine checks H, P
+    and that codes are known.
     """
 
-    __slots__ = ("pad", "rows")
+    __slots__ = ("before", "pad", "rows")
     pad: Tensor
     rows: Tensor
+    before: Tensor | None
 
-    def __init__(self, pad: Tensor, rows: Tensor | None = None) -> None:
-        if isinstance(pad, Tensor) and pad.dim() == 1:
-            pad = pad[None]
-        self.pad = checked_rows("pad", pad)
-        if len(self.pad) != 1:
-            raise ValueError(f"feed: pad of shape {list(self.pad.shape)} must be one row, [H]")
+    def __init__(self, pad: Rows, rows: Rows | None = None, *, before: Rows | None = None) -> None:
+        self.pad = _one_row("pad", pad)
         self.rows = self.pad[:0] if rows is None else checked_rows("rows", rows)
         if self.rows.shape[1] != self.pad.shape[1]:
             raise ValueError(
                 f"feed: rows of {self.rows.shape[1]} values and a pad of {self.pad.shape[1]} must "
                 f"have as many"
+            )
+        codes = not self.pad.is_floating_point()
+        if codes == self.rows.is_floating_point():
+            raise ValueError(
+                f"feed: rows of {self.rows.dtype} and a pad of {self.pad.dtype} must both be "
+                f"embeddings, or both codes"
+            )
+        self.before = None if before is None else _one_row("before", before)
+        if self.before is not None and (
+            not codes or self.before.dtype != self.pad.dtype or self.before.shape != self.pad.shape
+        ):
+            raise ValueError(
+                f"feed: before of shape {list(self.before.shape)} and {self.before.dtype} is for "
+                f"a pad of as many codes, not of {list(self.pad.shape)} and {self.pad.dtype}"
             )
 
     def __repr__(self) -> str:
@@ -120,21 +137,42 @@ class Feed:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Feed):
             return NotImplemented
-        return torch.equal(self.pad, other.pad) and torch.equal(self.rows, other.rows)
+        if (self.before is None) != (other.before is None):
+            return False
+        pairs = [(self.pad, other.pad), (self.rows, other.rows)]
+        if self.before is not None and other.before is not None:
+            pairs.append((self.before, other.before))
+        return all(torch.equal(*pair) for pair in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
 
+def _one_row(name: str, row: object) -> Tensor:
+    """`checked_rows` of one row, which may come without its first dimension."""
+    if isinstance(row, Tensor | np.ndarray) and row.ndim == 1:
+        row = row[None]
+    found = checked_rows(name, row)
+    if len(found) != 1:
+        raise ValueError(f"feed: {name} of shape {list(found.shape)} must be one row, [H]")
+    return found
+
+
 def checked_rows(name: str, rows: object) -> Tensor:
-    """A copy on the host of a caller's rows; ValueError unless they are [n, H] of finite numbers.
+    """A copy on the host of a caller's rows; ValueError unless they are [n, H] of floating point,
+    or codes [n, P], which become int64.
 
     name  of the rows, for errors
     """
+    if isinstance(rows, np.ndarray):
+        rows = torch.from_numpy(rows.astype(np.int64) if rows.dtype.kind in "iu" else rows)
     if not isinstance(rows, Tensor):
         raise ValueError(f"feed: {name}={shown(rows)} must be a tensor [n, H]")
     told = f"feed: {name} of shape {list(rows.shape)} and {rows.dtype}"
-    if not rows.is_floating_point() or rows.dim() != 2 or not rows.shape[1]:
-        raise ValueError(f"{told} must be of floating point, [n, H]")
+    codes = not rows.is_floating_point() and not rows.is_complex() and rows.dtype != torch.bool
+    if not (rows.is_floating_point() or codes) or rows.dim() != 2 or not rows.shape[1]:
+        raise ValueError(f"{told} must be of floating point, [n, H], or codes, integers [n, P]")
     if rows.layout != torch.strided or rows.is_meta:
         raise ValueError(f"{told} must be dense, with values")
+    if codes:
+        rows = rows.long()
     return rows.detach().to("cpu", copy=True).contiguous()

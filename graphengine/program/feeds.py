@@ -1,11 +1,12 @@
-"""Embeddings that stream into frames: a ring of rows for each slot, and how the host fills it.
+"""What streams into frames, embeddings or codes: a ring of rows for each slot, and how the host
+fills it.
 
 A frame's row must be on the device before its step is launched, and may be overwritten once that is
 launched, as copies and replays share one stream. So a slot's ring has rows for the next frames that
 are not launched; they are copied several at a time, and only where the next launch needs one that
 is not there yet. A frame from the slot's bound on gets the pad.
 
-Letters: S slots, R rows of a ring, H hidden.
+Letters: S slots, R rows of a ring, H hidden, P codes of a row.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from graphengine.buckets import Field, LaneUpdate, StaticBuffers
 from graphengine.drafters import FieldSizes
 from graphengine.host.step_plan import Plan
 from graphengine.kernels.core.lanes import BITS
-from graphengine.kernels.frames.embed import FedRows
-from graphengine.models.inner.drawn import FrameCoder
+from graphengine.kernels.frames.embed import Fed, FedCodes, FedRows
+from graphengine.models.inner.drawn import FrameCoder, FrameWeights, fed_books
+from graphengine.models.inner.weights import InnerWeights
 from graphengine.requests.frames import StreamedRows
 from graphengine.requests.request import Request
 
@@ -43,15 +45,15 @@ def fed_fields(config: FrameCoder, sizes: FieldSizes, steps: int) -> list[Field]
     """
     if not config.fed:
         return []
-    ring = max(FED_RING, steps)
+    ring, books = max(FED_RING, steps), fed_books(config)
     return [
         Field(
             name=FED_ROWS,
-            shape=(sizes.slots * (ring + 1), config.width),
-            dtype=BITS[sizes.dtype.itemsize],
+            shape=(sizes.slots * (ring + 1), books or config.width),
+            dtype=torch.int32 if books else BITS[sizes.dtype.itemsize],
             owner="host",
             pad=0,
-            meaning=f"for each slot, {ring} embeddings to add to frames, and the pad",
+            meaning=f"for each slot, {ring} rows to add to frames, and the pad",
             # Copied only when a launch needs rows that are not there.
             group="fed_rows",
         ),
@@ -67,13 +69,15 @@ def fed_fields(config: FrameCoder, sizes: FieldSizes, steps: int) -> list[Field]
     ]
 
 
-def fed_rows(config: FrameCoder, buffers: StaticBuffers, dtype: torch.dtype) -> FedRows | None:
+def fed_rows(weights: FrameWeights, buffers: StaticBuffers) -> Fed | None:
     """The rows that stream in, as the kernel reads them."""
+    config = weights.config
     if not config.fed:
         return None
-    bound = buffers[FED_BOUND]
-    rows = buffers[FED_ROWS].view(dtype)
-    return FedRows(rows.view(len(bound), -1, config.width), bound)
+    bound, rows = buffers[FED_BOUND], buffers[FED_ROWS]
+    if isinstance(weights, InnerWeights) and weights.fed_codes is not None:
+        return FedCodes(rows.view(len(bound), -1, fed_books(config)), bound, weights.fed_codes)
+    return FedRows(rows.view(weights.frames.dtype).view(len(bound), -1, config.width), bound)
 
 
 class Feeds:
@@ -106,7 +110,7 @@ class Feeds:
             streamed = request.job.streamed
             assert streamed is not None, f"{request!r} has no pad"
             stop = streamed.launched + plan.steps
-            if streamed.loaded < min(stop, streamed.bound):
+            if streamed.loaded < min(stop, streamed.ready):
                 self._load(request, streamed)
             self._counters[PADDED] += stop - max(streamed.launched, min(streamed.bound, stop))
             streamed.launched = stop
@@ -133,7 +137,7 @@ class Feeds:
         """Fill the request's ring with the rows of its next frames."""
         slot, position = request.job.placed.slot, request.job.prompt_len
         first = max(streamed.loaded, streamed.launched)
-        stop = min(streamed.bound, streamed.launched + self._ring)
+        stop = min(streamed.ready, streamed.launched + self._ring)
         for frame, row in enumerate(streamed.between(first, stop), first):
             self._put(slot, (position + frame) % self._ring, row)
         streamed.loaded = stop

@@ -166,7 +166,7 @@ class FrameStep(ABC):
     ) -> None:
         self._frames, self._launch = weights.frames, launch
         self._first_book = weights.first_book
-        self._fed = fed_rows(weights.config, buffers, weights.frames.dtype)
+        self._fed = fed_rows(weights, buffers)
         self.first_codes = weights.config.first_codes
         self._codes, self._eps = buffers[CODES_FIELD], eps
         self._given, self._given_until = given, buffers[GIVEN_FIELD]
@@ -261,6 +261,8 @@ class InnerStep(FrameStep):
         self.plans, _ = choose_plans(config.linears, dtype, family, buffers.device)
         self._launch = self._steps.launch_with(self._launch, self.plans)
         self._end = FrameEnd(config.end_code, config.judged, config.end_token)
+        # The first codebook as the inner decoder reads it.
+        self._inner_first = weights.first_book if weights.own_first is None else weights.own_first
 
     def draw(
         self,
@@ -278,16 +280,22 @@ class InnerStep(FrameStep):
         lanes_count, launch = slot.numel(), replace(self._launch, pdl=pdl)
         frame = given_codes(self._given, self._given_until, slot, lanes.position, pdl=pdl)
         x = torch.empty(
-            (2, lanes_count, config.hidden_size), dtype=torch.float32, device=slot.device
+            (2 - config.per_run, lanes_count, config.hidden_size),
+            dtype=torch.float32,
+            device=slot.device,
         )
         logprob = None if logits is None else self._logprobs.new(lanes_count)
         tiles = best_NC, health_NC
         embedded = self._taken(tiles, slot, frame, x, 0, pdl)
         self._note(0, logits, frame, lanes, logprob, pdl)
-        self._steps.begin(hidden, self._eps, slot, x[0], launch)
+        if not config.per_run:
+            self._steps.begin(hidden, self._eps, slot, x[0], launch)
         for place in range(1, config.steps):
-            stream = x[1] if place == 1 else x[0]
-            output = self._steps.run(place, embedded, slot, stream, launch)
+            if config.per_run:
+                output = self._steps.run_own(place, hidden, self._eps, slot, embedded, launch)
+            else:
+                stream = x[1] if place == 1 else x[0]
+                output = self._steps.run(place, embedded, slot, stream, launch)
             tiles, logits = self._tiles(place, output, lanes, sampler, launch)
             if place < config.steps - 1:
                 # The output of the position before has been read by now.
@@ -307,10 +315,15 @@ class InnerStep(FrameStep):
         place: int,
         pdl: bool,
     ) -> Tensor:
-        """Note and embed the code of these tiles."""
-        table, first = self._weights.codes, self._first_book
+        """Note and embed the code of these tiles: its embedding, or the stream that it begins."""
+        config = self.config
         return take_code(
-            *(*tiles, slot, frame, self._codes, table, x), place=place, first_UH=first, pdl=pdl
+            *(*tiles, slot, frame, self._codes, self._weights.codes, x),
+            place=place,
+            first_UH=self._inner_first,
+            book_rows=config.book_rows if config.per_run else 0,
+            seeds=config.per_run,
+            pdl=pdl,
         )
 
     def _tiles(

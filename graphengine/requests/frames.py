@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphengine.kernels.core.lanes import BITS
-from graphengine.models.inner.drawn import FrameCoder
+from graphengine.models.inner.drawn import FrameCoder, begins, fed_books
 from graphengine.models.inner.parallel_heads import ParallelHeads
 from graphengine.options.code_sampling import DrawnCode
-from graphengine.options.frames import Feed, checked_rows
+from graphengine.options.frames import FREE, Feed, checked_rows
 from graphengine.sampling_params import SamplingParams
 
 _OF_TEXT = ("stop", "structured_outputs", "include_stop_str_in_output")
@@ -27,7 +27,7 @@ _OF_FIRST_CODES = (
 _OF_TOKENS = ("bad_words", "prompt_logprobs", "forced_tokens")
 _USUAL = SamplingParams()
 Bits = NDArray[Any]
-"""Rows of the model's dtype as integers, since NumPy does not know every dtype."""
+"""Rows of the model's dtype as integers, since NumPy does not know every dtype; or codes, int32."""
 
 
 def read_frame_params(params: SamplingParams, inner: FrameCoder | None) -> tuple[DrawnCode, ...]:
@@ -77,9 +77,15 @@ def given_frames(
 ) -> NDArray[np.int16] | None:
     """The codes that a request of at most `most` frames gives, int16 [F, K]; None if it gives none.
 
+    Where codes come late, those of the first frame whose sound is before it are those of a
+    beginning, unless they are given.
+
     ValueError for codes that the model does not have, and for too many frames.
     """
     forced = params.given_codes
+    if inner is not None and forced is None and begins(inner) and most:
+        first = np.array([[*[FREE] * 2, *(rows - 1 for rows in inner.codebooks[2:])]], np.int16)
+        return first
     if forced is None or inner is None:
         return None
     forced.check(inner.codebooks)
@@ -92,9 +98,19 @@ def given_frames(
 
 
 def check_frame_prompt(prompt: Sequence[int], inner: FrameCoder | None) -> None:
-    """ValueError for an id in a prompt that stands for a frame of sound."""
+    """ValueError for an id in a prompt that stands for a frame of sound, and for any id where each
+    position has codes beside its token.
+    """
     if isinstance(inner, ParallelHeads):
         inner.check_prompt(prompt)
+    if inner is not None and begins(inner):
+        for index, token in enumerate(prompt):
+            if token >= 0:
+                raise ValueError(
+                    f"token {index} of the prompt is {token}: each position of this model has "
+                    f"{inner.steps - 1} codes beside its token, so give frames as embeddings "
+                    f"(`Engine.embed_frames`)"
+                )
 
 
 class StreamedRows:
@@ -117,6 +133,11 @@ class StreamedRows:
         self.frames: list[int] = []
         self.launched = self.bound = self.loaded = self.late = 0
         self.add(rows)
+
+    @property
+    def ready(self) -> int:
+        """The frame past the last one whose row may go to the device."""
+        return self.bound
 
     def add(self, rows: Bits) -> int:
         """Give these rows to the frames after those that have one, or to the first frame that has
@@ -146,6 +167,46 @@ class StreamedRows:
         self._rows.clear()
 
 
+class StreamedCodes(StreamedRows):
+    """Rows of codes, all of which but the first of each are heard one frame late.
+
+    So the frame after the last row has its other codes, beside the pad's first one: it is a row
+    too, until the next one comes or its step is launched.
+
+    before  `[1, P]`, of the frame before the first
+    """
+
+    __slots__ = ("_last", "_pad_codes")
+
+    def __init__(self, pad: Bits, rows: Bits, before: Bits) -> None:
+        self._last = before[0]
+        self._pad_codes = pad[0]
+        super().__init__(pad, rows)
+
+    @property
+    def ready(self) -> int:
+        return self.bound + 1
+
+    def add(self, rows: Bits) -> int:
+        """Give these rows to frames, as for embeddings; a frame not given in time has the pad's."""
+        if not len(rows):
+            return super().add(rows)
+        late = self.launched > self.bound
+        before = self._pad_codes if late else self._last
+        others = np.concatenate([before[None], rows[:-1]])
+        heard = np.concatenate([rows[:, :1], others[:, 1:]], axis=1)
+        # The row that a new one replaces may have been copied already.
+        self.loaded = min(self.loaded, self.bound)
+        self._last = rows[-1]
+        return super().add(heard)
+
+    def between(self, first: int, stop: int) -> list[Bits]:
+        if stop <= self.bound:
+            return super().between(first, stop)
+        rest = np.concatenate([self._pad_codes[:1], self._last[1:]])
+        return [*super().between(first, self.bound), rest] if first <= self.bound else []
+
+
 def new_streamed_rows(
     feed: Feed | None, inner: FrameCoder | None, dtype: torch.dtype
 ) -> StreamedRows | None:
@@ -161,23 +222,52 @@ def new_streamed_rows(
                 f"speak, such as Qwen3-Omni's talker"
             )
         return None
+    books = fed_books(inner)
+    if feed is None and books:
+        raise ValueError(
+            f"feed=None: this model hears {books} codes beside each frame, and needs at least "
+            f"feed=Feed(pad), the codes of silence, for frames that have no others"
+        )
     if feed is None:
         raise ValueError(
             f"feed=None: this model adds an embedding of {inner.width} values to each frame, and "
             f"needs at least feed=Feed(pad), the one for frames that have no other"
         )
-    return StreamedRows(
-        bits_of("pad", feed.pad, inner, dtype), bits_of("rows", feed.rows, inner, dtype)
+    pad, rows = (
+        bits_of(name, given, inner, dtype)
+        for name, given in (("pad", feed.pad), ("rows", feed.rows))
     )
+    if not books:
+        return StreamedRows(pad, rows)
+    before = np.full((1, books), inner.codebooks[-1] - 1, np.int32)
+    if feed.before is not None:
+        # Its first code was not late: the prompt has it.
+        late = feed.before.clone()
+        late[:, 0] = 0
+        before = bits_of("before", late, inner, dtype)
+    return StreamedCodes(pad, rows, before)
 
 
 def bits_of(name: str, rows: object, inner: FrameCoder, dtype: torch.dtype) -> Bits:
-    """A caller's rows, rounded to the model's dtype; ValueError for rows that do not fit it."""
-    found = checked_rows(name, rows)
-    if found.shape[1] != inner.width:
+    """A caller's rows, rounded to the model's dtype, or codes; ValueError for others."""
+    found, books = checked_rows(name, rows), fed_books(inner)
+    told = f"feed: {name} of shape {list(found.shape)}"
+    of_a_kind = found.is_floating_point() != bool(books)
+    if found.shape[1] != (books or inner.width) or not of_a_kind:
+        takes = f"codes, [n, {books}]" if books else f"[n, {inner.width}]"
         raise ValueError(
-            f"feed: {name} of shape {list(found.shape)}: the model takes [n, {inner.width}]"
+            f"{told}: the model takes {takes}{'' if of_a_kind else f', not {found.dtype}'}"
         )
+    if books:
+        most = inner.codebooks[-1]
+        wrong = ((found < 0) | (found >= most)).nonzero().tolist()
+        if wrong:
+            row, place = wrong[0]
+            raise ValueError(
+                f"{told} has code {int(found[row, place])} in row {row}: a codebook has {most}"
+            )
+        codes: Bits = found.int().numpy()
+        return codes
     rounded = found.to(dtype)
     finite = rounded.isfinite().all(dim=1)
     if not finite.all():

@@ -65,6 +65,8 @@ def take_code(
     *,
     place: int,
     first_UH: torch.Tensor | None = None,
+    book_rows: int = 0,
+    seeds: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Draw code `place` of each live lane's frame out of its tiles, note and embed it; one launch.
@@ -80,21 +82,22 @@ def take_code(
         place: 0 to K - 2.
         first_UH: the first codebook, with a number of codes of its own; the table then has the
             others. None: the table has all.
+        book_rows: rows that the table has for each codebook; it may then lack the last codebook,
+            which is never embedded. 0: the table has all codebooks.
+        seeds: the next run's stream, of which there is one, begins with the embedding instead of
+            zeros; I is H then.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
-        New [N, H] of the table's dtype; NaN where no code could be drawn. Padded lanes are not
-        written. ValueError for a shape or dtype that does not fit.
+        New [N, H] of the table's dtype, or with `seeds` the stream x[0]; NaN where no code could be
+        drawn. Padded lanes are not written. ValueError for a shape or dtype that does not fit.
     """
     lanes = slot_N.numel()
-    codes = _check(best_NC, health_NC, slot_N, frame_KN, code_SK, table_MH, first_UH)
+    codes = _check(best_NC, health_NC, slot_N, frame_KN, code_SK, table_MH, first_UH, book_rows)
     places = code_SK.shape[1]
     if not 0 <= place < places - 1:
         raise ValueError(f"{place=} of a frame of {places} codes: 0 to {places - 2} are embedded")
-    shape = tuple(x_JNI.shape)
-    dense = x_JNI.dtype == torch.float32 and x_JNI.is_contiguous()
-    if len(shape) != 3 or shape[1] != lanes or not dense:
-        raise ValueError(f"x must be a dense float32 [J, {lanes}, I], not {x_JNI.dtype} {shape}")
+    _check_streams(x_JNI, lanes, table_MH.shape[1] if seeds else 0)
     if not use_triton(slot_N):
         return take_code_reference(
             best_NC,
@@ -106,6 +109,8 @@ def take_code(
             x_JNI,
             place=place,
             first_UH=first_UH,
+            book_rows=book_rows,
+            seeds=seeds,
         )
     book = place
     if first_UH is not None:
@@ -113,7 +118,8 @@ def take_code(
         if place == 0:
             table_MH, codes = first_UH, first_UH.shape[0]
     H, tiles = table_MH.shape[1], best_NC.shape[1]
-    embedded_NH = table_MH.new_empty(lanes, H)
+    streams, _, hidden = x_JNI.shape
+    embedded_NH = x_JNI[0] if seeds else table_MH.new_empty(lanes, H)
     launcher(_take_code_kernel, (lanes,))(
         best_NC,
         health_NC,
@@ -131,10 +137,11 @@ def take_code(
         BOOK=book,
         K=places,
         H=H,
-        J=shape[0],
-        HIDDEN=shape[2],
+        # The embedding takes the place of the zeros.
+        J=0 if seeds else streams,
+        HIDDEN=hidden,
         BLOCK_H=triton.next_power_of_2(H),
-        BLOCK_I=triton.next_power_of_2(shape[2]),
+        BLOCK_I=triton.next_power_of_2(hidden),
         BLOCK_C=min(triton.next_power_of_2(tiles), _MAX_BLOCK_C),
         num_warps=4,
         **launch_options(pdl),
@@ -153,6 +160,8 @@ def take_code_reference(
     *,
     place: int,
     first_UH: torch.Tensor | None = None,
+    book_rows: int = 0,
+    seeds: bool = False,
 ) -> torch.Tensor:
     """Plain twin of `take_code`."""
     live = live_lanes(slot_N)
@@ -160,12 +169,13 @@ def take_code_reference(
     frame_KN[place, live] = code
     code_SK[slot_N[live].long(), place] = code
     x_JNI[:, live] = 0
-    books = code_SK.shape[1] - (first_UH is not None)
-    table = [*([] if first_UH is None else [first_UH]), *table_MH.chunk(books)][place]
+    own_first = [] if first_UH is None else [first_UH]
+    rows = book_rows or len(table_MH) // (code_SK.shape[1] - len(own_first))
+    table = [*own_first, *table_MH.split(rows)][place]
     known = (code >= 0) & (code < len(table))
-    rows = table[code.where(known, 0).long()]
-    embedded_NH = table_MH.new_empty(slot_N.numel(), table_MH.shape[1])
-    embedded_NH[live] = rows.masked_fill(~known[:, None], float("nan"))
+    of_code = table[code.where(known, 0).long()]
+    embedded_NH = x_JNI[0] if seeds else table_MH.new_empty(slot_N.numel(), table_MH.shape[1])
+    embedded_NH[live] = of_code.masked_fill(~known[:, None], float("nan")).to(embedded_NH)
     return embedded_NH
 
 
@@ -263,6 +273,7 @@ def _check(
     code_SK: torch.Tensor,
     table_MH: torch.Tensor | None = None,
     first_UH: torch.Tensor | None = None,
+    book_rows: int = 0,
 ) -> int:
     """V, 0 without a table; ValueError unless everything fits."""
     lanes = slot_N.numel()
@@ -271,9 +282,22 @@ def _check(
     codes = 0
     if table_MH is not None:
         check_rows(table=table_MH)
-        codes = check_codes(code_SK, table_MH, first_UH)
+        codes = check_codes(code_SK, table_MH, first_UH, book_rows)
     check_frame(frame_KN, code_SK.shape[-1], lanes)
     return codes
+
+
+def _check_streams(x_JNI: torch.Tensor, lanes: int, seeded: int) -> None:
+    """ValueError unless these are streams of so many lanes, or one of `seeded` values, if any."""
+    shape = tuple(x_JNI.shape)
+    dense = x_JNI.dtype == torch.float32 and x_JNI.is_contiguous()
+    if seeded and (shape != (1, lanes, seeded) or not dense):
+        raise ValueError(
+            f"x must be a dense float32 [1, {lanes}, {seeded}] to begin with embeddings, not "
+            f"{x_JNI.dtype} {shape}"
+        )
+    if len(shape) != 3 or shape[1] != lanes or not dense:
+        raise ValueError(f"x must be a dense float32 [J, {lanes}, I], not {x_JNI.dtype} {shape}")
 
 
 def check_frame(frame_KN: torch.Tensor, places: int, lanes: int) -> None:

@@ -1,10 +1,10 @@
 """Embeddings of frames: the sum of the embeddings of a frame's codes begins a step's stream.
 
 A model may add an embedding that streams in from outside to that of each frame, such as that of the
-text to be said (`FedRows`).
+text to be said (`FedRows`), or those of the codes that somebody else says meanwhile (`FedCodes`).
 
 Letters: N lanes, S slots, K codes of a frame, V codes of a codebook, M = K * V rows of the table, H
-hidden, T groups of columns, R rows of a ring.
+hidden, T groups of columns, R rows of a ring, P codes that stream in.
 """
 
 from __future__ import annotations
@@ -36,6 +36,20 @@ class FedRows(NamedTuple):
     """int32 [S]"""
 
 
+class FedCodes(NamedTuple):
+    """Codes whose embeddings are added to those of frames, by slot and position like `FedRows`."""
+
+    rows: torch.Tensor
+    """int32 [S, R + 1, P], dense: a ring of R rows, then the pad."""
+    bound: torch.Tensor
+    """int32 [S]"""
+    table: torch.Tensor
+    """[P * W, H] in the frames' dtype, dense rows: row p * W + c embeds code c at place p."""
+
+
+Fed = FedRows | FedCodes
+
+
 def check_code(code_SK: torch.Tensor) -> tuple[int, int]:
     """S and K; ValueError unless `code_SK` is dense int32 [S, K]."""
     shape, dtype = tuple(code_SK.shape), code_SK.dtype
@@ -46,10 +60,15 @@ def check_code(code_SK: torch.Tensor) -> tuple[int, int]:
 
 
 def check_codes(
-    code_SK: torch.Tensor, table_MH: torch.Tensor, first_UH: torch.Tensor | None = None
+    code_SK: torch.Tensor,
+    table_MH: torch.Tensor,
+    first_UH: torch.Tensor | None = None,
+    book_rows: int = 0,
 ) -> int:
     """V; ValueError unless `code_SK` is dense int32 [S, K] and the table has K * V rows, or with
     `first_UH` (K - 1) * V.
+
+    book_rows  V, of a table that may lack the last codebook; 0: it has all
     """
     rows, (_, books) = table_MH.shape[0], check_code(code_SK)
     if first_UH is not None:
@@ -60,21 +79,36 @@ def check_codes(
                 f"the first codebook's {first_UH.dtype} [{first_UH.shape[0]}, {first_UH.shape[1]}] "
                 f"must have the {table_MH.dtype} and {table_MH.shape[1]} columns of the others"
             )
-    if not books or rows % books:
+    if book_rows and rows not in (book_rows * (books - 1), book_rows * books):
+        raise ValueError(
+            f"a table of {rows} rows is none of {books - 1} or {books} codebooks of {book_rows}"
+        )
+    if not books or (not book_rows and rows % books):
         raise ValueError(f"a table of {rows} rows is none of {books} codebooks")
-    return rows // books
+    return book_rows or rows // books
 
 
-def _check_fed(fed: FedRows, code_SK: torch.Tensor, table_MH: torch.Tensor) -> None:
-    """ValueError unless there are rows and a bound for each slot."""
+def _check_fed(fed: Fed, code_SK: torch.Tensor, table_MH: torch.Tensor) -> None:
+    """ValueError unless there are rows and a bound for each slot, and embeddings of fed codes."""
     slots, hidden = code_SK.shape[0], table_MH.shape[1]
     shape, dtype = tuple(fed.rows.shape), fed.rows.dtype
-    fits = len(shape) == 3 and shape[::2] == (slots, hidden) and shape[1] >= 2
-    if not fits or dtype != table_MH.dtype or not fed.rows.is_contiguous():
+    width, wanted = hidden, table_MH.dtype
+    if isinstance(fed, FedCodes):
+        width, wanted = shape[-1], torch.int32
+    fits = len(shape) == 3 and shape[::2] == (slots, width) and shape[1] >= 2 and width
+    if not fits or dtype != wanted or not fed.rows.is_contiguous():
         raise ValueError(
-            f"fed rows must be a dense {table_MH.dtype} [{slots}, 2 or more, {hidden}], not "
-            f"{dtype} {shape}"
+            f"fed rows must be a dense {wanted} [{slots}, 2 or more, "
+            f"{'P' if isinstance(fed, FedCodes) else hidden}], not {dtype} {shape}"
         )
+    if isinstance(fed, FedCodes):
+        check_rows(fed_table=fed.table)
+        found = tuple(fed.table.shape)
+        if fed.table.dtype != table_MH.dtype or found[1] != hidden or found[0] % width:
+            raise ValueError(
+                f"the table of {width} fed codes must be {table_MH.dtype} [{width} * W, {hidden}], "
+                f"not {fed.table.dtype} {found}"
+            )
     bound = fed.bound
     if tuple(bound.shape) != (slots,) or bound.dtype != torch.int32 or not bound.is_contiguous():
         raise ValueError(
@@ -91,15 +125,15 @@ def embed_frames(
     residual: Residual,
     *,
     first_UH: torch.Tensor | None = None,
-    fed: FedRows | None = None,
+    fed: Fed | None = None,
     position_N: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Begin each live lane's stream with the embedding of its slot's frame; one launch.
 
     The embedding is the sum, in float32 and in the order of the codes, of rows k * V + code k of
-    the table, rounded once to the table's dtype. What is fed is added to that, and the sum rounded
-    again.
+    the table, rounded once to the table's dtype. Rows that are fed are added to that, and the sum
+    rounded again. The embeddings of fed codes come last in the first sum.
 
     Args:
         code_SK: int32, dense: the codes of each slot's last frame.
@@ -107,7 +141,7 @@ def embed_frames(
         slot_N: int32, -1 = padded lane.
         norm_weight_H: any float dtype: the weight of the first RMSNorm.
         residual: N lanes, written in place as by `gather_and_embed`. A live lane with a code
-            outside 0..V-1 becomes NaN; padded lanes are not written.
+            outside 0..V-1, or a fed code outside 0..W-1, becomes NaN; padded lanes are not written.
         first_UH: the first codebook, with a number of codes of its own; the table then has the
             others. None: the table has all.
         fed: what is added to the frames; None: nothing.
@@ -138,6 +172,7 @@ def embed_frames(
         )
         return
     first = table_MH if first_UH is None else first_UH
+    fed_codes = fed if isinstance(fed, FedCodes) else None
     H = table_MH.shape[1]
     block_h = triton.next_power_of_2(H)
     launcher(_embed_frames_kernel, (lanes,))(
@@ -150,16 +185,20 @@ def embed_frames(
         slot_N if fed is None else fed.rows,
         slot_N if fed is None else fed.bound,
         slot_N if position_N is None else position_N,
+        table_MH if fed_codes is None else fed_codes.table,
         table_MH.stride(0),
         first.stride(0),
+        0 if fed_codes is None else fed_codes.table.stride(0),
         residual.x.stride(0),
         residual.scaled.stride(0),
         lanes,
         codes,
         first.shape[0],
+        0 if fed_codes is None else len(fed_codes.table) // fed_codes.rows.shape[2],
         K=code_SK.shape[1],
         OWN_FIRST=0 if first_UH is None else 1,
         RING=0 if fed is None else fed.rows.shape[1] - 1,
+        P=0 if fed_codes is None else fed_codes.rows.shape[2],
         H=H,
         T=groups,
         BLOCK_H=block_h,
@@ -177,17 +216,22 @@ def embed_frames_reference(
     residual: Residual,
     *,
     first_UH: torch.Tensor | None = None,
-    fed: FedRows | None = None,
+    fed: Fed | None = None,
     position_N: torch.Tensor | None = None,
 ) -> None:
     """Plain twin of `embed_frames`."""
     live = live_lanes(slot_N)
     slot = slot_N[live].long()
-    x = sum_of_codes(code_SK[slot].long(), table_MH, first_UH).float()
+    rows = None
     if fed is not None and position_N is not None:
         position, ring = position_N[live].long(), fed.rows.shape[1] - 1
-        row = torch.where(position < fed.bound[slot], position % ring, ring)
-        x = (x + fed.rows[slot, row].float()).to(table_MH.dtype).float()
+        rows = fed.rows[slot, torch.where(position < fed.bound[slot], position % ring, ring)]
+    if isinstance(fed, FedCodes) and rows is not None:
+        x = sum_of_codes(code_SK[slot].long(), table_MH, first_UH, rows.long(), fed.table).float()
+    else:
+        x = sum_of_codes(code_SK[slot].long(), table_MH, first_UH).float()
+        if rows is not None:
+            x = (x + rows.float()).to(table_MH.dtype).float()
     residual.x[live] = x
     residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
     residual.squares[:, live] = 0
@@ -195,7 +239,11 @@ def embed_frames_reference(
 
 
 def sum_of_codes(
-    code_FK: torch.Tensor, table_MH: torch.Tensor, first_UH: torch.Tensor | None = None
+    code_FK: torch.Tensor,
+    table_MH: torch.Tensor,
+    first_UH: torch.Tensor | None = None,
+    fed_FP: torch.Tensor | None = None,
+    fed_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """New [F, H] of the table's dtype: the embeddings of whole frames, summed as `embed_frames`
     sums them. A frame with a code outside 0..V-1 is NaN.
@@ -203,9 +251,13 @@ def sum_of_codes(
     Args:
         code_FK: int64, on the table's device.
         first_UH: as in `embed_frames`.
+        fed_FP, fed_table: int64 codes that stream in, and their embeddings, as `FedCodes` has them.
     """
     books = code_FK.shape[1] - (first_UH is not None)
     tables = [*([] if first_UH is None else [first_UH]), *table_MH.chunk(books)]
+    if fed_FP is not None and fed_table is not None:
+        tables += fed_table.chunk(fed_FP.shape[1])
+        code_FK = torch.cat([code_FK, fed_FP], dim=1)
     total = table_MH.new_zeros(len(code_FK), table_MH.shape[1], dtype=torch.float32)
     for place, table in enumerate(tables):
         code = code_FK[:, place]
@@ -226,16 +278,20 @@ def _embed_frames_kernel(
     fed_ptr,
     bound_ptr,
     position_ptr,
+    fed_table_ptr,
     table_stride,
     first_stride,
+    fed_stride,
     x_stride,
     scaled_stride,
     lanes,
     codes,
     first_codes,
+    fed_codes,
     K: tl.constexpr,
     OWN_FIRST: tl.constexpr,
     RING: tl.constexpr,
+    P: tl.constexpr,
     H: tl.constexpr,
     T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -262,11 +318,20 @@ def _embed_frames_kernel(
         source = table_ptr + row * table_stride + h
         total_H += tl.load(source, mask=known & (h < H), other=float("nan")).to(tl.float32)
     if RING:
-        total_H = total_H.to(table_ptr.dtype.element_ty).to(tl.float32)
         position = tl.load(position_ptr + lane, mask=live, other=0)
         bound = tl.load(bound_ptr + slot, mask=live, other=0)
         added = slot * (RING + 1) + tl.where(position < bound, position % RING, RING)
-        total_H += tl.load(fed_ptr + added * H + h, mask=live & (h < H), other=0.0).to(tl.float32)
+        if P:
+            for place in range(P):
+                code = tl.load(fed_ptr + added * P + place, mask=live, other=-1)
+                known = live & (code >= 0) & (code < fed_codes)
+                row = (place * fed_codes + code).to(tl.int64)
+                source = fed_table_ptr + row * fed_stride + h
+                total_H += tl.load(source, mask=known & (h < H), other=float("nan")).to(tl.float32)
+        else:
+            total_H = total_H.to(table_ptr.dtype.element_ty).to(tl.float32)
+            source = fed_ptr + added * H + h
+            total_H += tl.load(source, mask=live & (h < H), other=0.0).to(tl.float32)
     store_embedding(
         total_H.to(table_ptr.dtype.element_ty),
         weight_H,

@@ -32,6 +32,11 @@ READER = {
     "talker_prompt": "Tensor",
     "trailing_text": "Tensor",
     "text_pad": "Tensor",
+    "moshi_path": "str",
+    "nothing": "Tensor",
+    "silence": "Tensor",
+    "said_now": "Tensor",
+    "conversation": "Tensor",
 }
 """What the reader of a page has before its first block, and the type of each."""
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,8 +59,8 @@ _BASE_MODEL_PARTS = (
     *("wte.", "wpe.", "ln_f.", "embed_in.", "final_layer_norm."),
 )
 # Prefixes of a language model's names in a checkpoint with a vision tower, and in one without; then
-# those of Nemotron-H, CSM, GPT-NeoX and Qwen3-Omni's talker, and of GPT-2 as a whole and as a base
-# model saved alone.
+# those of Nemotron-H, CSM, GPT-NeoX, Qwen3-Omni's talker and Moshi, and of GPT-2 as a whole and as
+# a base model saved alone.
 _LANGUAGE_MODELS = {
     # So transformers 5.23 saves Kimi K2.5, whose published files have layers.
     "language_model.model.blocks.": "model.layers.",
@@ -75,10 +76,14 @@ _LANGUAGE_MODELS = {
     "talker.codec_head.": "lm_head.",
     "talker.model.": "model.",
     "talker.code_predictor.": "code_predictor.",
+    "decoder.model.": "model.",
+    "decoder.lm_head.": "lm_head.",
     "transformer.h.": "model.layers.",
     "transformer.": "model.",
     "h.": "model.layers.",
 }
+# How Moshi's decoders name linears of attention.
+_WRAPPED = re.compile(r"((depth_)?decoder\..*self_attn\.[qkvo]_proj)\.linear(\.weight)")
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
 _COPY_BYTES = 256 << 20
 
@@ -564,6 +569,7 @@ def _whole_name(name: str, names: Collection[str]) -> str:
     Adds the prefix that a base model lacks, as `AutoModelForCausalLM` does, and replaces the one
     that a checkpoint with a vision tower has.
     """
+    name = _WRAPPED.sub(r"\1\3", name)
     for prefix, alone in _LANGUAGE_MODELS.items():
         if name.startswith(prefix) and alone + name.removeprefix(prefix) not in names:
             return alone + name.removeprefix(prefix)

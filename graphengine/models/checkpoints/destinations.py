@@ -58,7 +58,7 @@ _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # value heads of reinforcement learning, and a draft vocabulary.
 _BESIDE = re.compile(
     r"(thinker|code2wav|(talker\.)?(text|hidden)_projection|speaker_encoder)\..*|"
-    r"model\.text_embedding\..*|"
+    r"model\.text_embedding\..*|audio_encoder\..*|"
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|audio_model|multi_modal_projector|mm_projector|"
     r"connector|codec_model|embed_vision|embed_audio|vision_embedder)\..*|"
     r"text_lm_head\..*|v_head\..*|d2t|t2d"

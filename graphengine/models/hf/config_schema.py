@@ -379,6 +379,18 @@ TALKER_KEYS = (
 )
 """The keys of Qwen3-Omni's talker that are read beside those of its two decoders."""
 
+MOSHI_KEYS = (
+    Key("num_codebooks", "integer", (2, 126), default=8),
+    # None: the codec's.
+    Key("audio_vocab_size", "integer", (1, INT32_MAX), default=None, null=True),
+    Key("ffn_dim", "integer", (2, 2**23), default=22_528),
+    Key("audio_encoder_config", "object", default=None, null=True),
+    Key("depth_decoder_config", "object", default=None, null=True),
+    # Of the depth decoder alone.
+    Key("input_size", "integer", (1, 2**20), default=4096),
+)
+"""The keys of `config.json` that are read for Moshi besides Llama's, and for its depth decoder."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -513,7 +525,15 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT_BIGCODE_KEYS, *GPT_NEOX_KEYS),
-        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS, *CSM_KEYS, *HIGGS_KEYS, *TALKER_KEYS),
+        *(
+            *COHERE2_KEYS,
+            *STABLELM_KEYS,
+            *GEMMA4_KEYS,
+            *CSM_KEYS,
+            *HIGGS_KEYS,
+            *TALKER_KEYS,
+            *MOSHI_KEYS,
+        ),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS | HUNYUAN_MOE_KEYS

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from graphengine.kernels.frames.embed import sum_of_codes
 from graphengine.models.contract import Model
-from graphengine.models.inner.drawn import FrameCoder
+from graphengine.models.inner.drawn import FrameCoder, begins, fed_books
+from graphengine.models.inner.late_codes import delayed, undelayed
 from graphengine.models.inner.parallel_heads import Codes, ParallelHeads
+from graphengine.models.inner.weights import InnerWeights
 from graphengine.options.checks import shown
 
 
@@ -18,14 +20,20 @@ def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
     """Implements `Engine.embed_frames`."""
     inner, weights = _coder(model, "embed_frames"), model.weights.inner_weights
     assert weights is not None, f"{inner=}"
-    found = torch.from_numpy(checked_codes(codes, inner))
-    return sum_of_codes(found.to(weights.frames.device), weights.frames, weights.first_book)
+    found = torch.from_numpy(checked_codes(codes, inner, heard=True)).to(weights.frames.device)
+    own, theirs = found[:, : inner.steps], found[:, inner.steps :]
+    table = weights.fed_codes if isinstance(weights, InnerWeights) else None
+    if not theirs.shape[1]:
+        return sum_of_codes(own, weights.frames, weights.first_book)
+    return sum_of_codes(own, weights.frames, weights.first_book, theirs, table)
 
 
 def delay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
     """Implements `Engine.delay_frames`."""
     inner = _coder(model, "delay_frames")
-    found = checked_codes(codes, inner).astype(np.int32)
+    found = checked_codes(codes, inner, heard=True).astype(np.int32)
+    if begins(inner):
+        return delayed(found, inner.steps, begin=inner.codebooks[-1] - 1)
     return inner.delayed(found) if isinstance(inner, ParallelHeads) else found
 
 
@@ -33,6 +41,8 @@ def undelay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
     """Implements `Engine.undelay_frames`."""
     inner = _coder(model, "undelay_frames")
     found = checked_codes(codes, inner).astype(np.int32)
+    if begins(inner):
+        return undelayed(found)
     return inner.undelayed(found) if isinstance(inner, ParallelHeads) else found
 
 
@@ -47,16 +57,21 @@ def _coder(model: Model, call: str) -> FrameCoder:
 
 
 def checked_codes(
-    codes: npt.ArrayLike | Tensor, inner: FrameCoder
+    codes: npt.ArrayLike | Tensor, inner: FrameCoder, *, heard: bool = False
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Whole frames as int64 [frames, K]; ValueError, with the first wrong code, for others."""
+    """Whole frames as int64 [frames, K]; ValueError, with the first wrong code, for others.
+
+    heard  whether the P codes that stream in may follow those of a frame
+    """
     given = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
-    if given.ndim != 2 or given.shape[1] != inner.steps or given.dtype.kind not in "iu":
+    theirs = fed_books(inner) if heard else 0
+    widths = (inner.steps, inner.steps + theirs) if theirs else (inner.steps,)
+    if given.ndim != 2 or given.shape[1] not in widths or given.dtype.kind not in "iu":
         raise ValueError(
             f"codes={shown(codes)} of shape {list(given.shape)} and {given.dtype} must be integers "
-            f"[frames, {inner.steps}]"
+            f"[frames, {' or '.join(map(str, widths))}]"
         )
-    books = np.array(inner.codebooks)
+    books = np.array([*inner.codebooks, *[inner.codebooks[-1]] * (given.shape[1] - inner.steps)])
     wrong = np.argwhere((given < 0) | (given >= books))
     if len(wrong):
         frame, place = wrong[0]

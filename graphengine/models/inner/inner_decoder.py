@@ -1,7 +1,7 @@
 """What is known of an inner decoder before anything is allocated.
 
-Letters: K codes of a frame, V codes of a codebook, H the model's hidden size, I the inner
-decoder's, S slots.
+Letters: K codes of a frame, V codes of a codebook, W rows of a codebook's embedding, U codes of the
+first one, H the model's hidden size, I the inner decoder's, P codes that stream in, S slots.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ class InnerNames(NamedTuple):
     """Names of the tensors in a checkpoint; those of linears and norms without ".weight".
 
     frames      `[K * V, H]`, embeddings of the codes of a frame, whose sum the model reads; with
-                "{}", `[V, H]` of each codebook by its number, from 0 on: those after the first
+                "{}", `[V, H]` of each codebook by its number, from 0 on: those after the first, and
+                then those of codes that stream in
     codes       the same as the inner decoder reads it
     projection  `[I, H]`, of all that the inner decoder reads; "": it reads it as it is, and I is H
     layers      prefix of the layers, before their numbers
-    norm        of the inner decoder's output
+    norm        of the inner decoder's output; "": there is none
     heads       `[K - 1, I, V]`, a head for each code but the first; with "{}", `[V, I]` of each
+    first       `[U, I]`, the embedding of first codes that the inner decoder reads; "": the model's
+
+    Where each run has weights of its own, linears are `[K - 1, rows, columns]`.
     """
 
     frames: str
@@ -39,6 +43,7 @@ class InnerNames(NamedTuple):
     layers: str
     norm: str
     heads: str
+    first: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +51,8 @@ class InnerDecoder:
     """A decoder that is unrolled in each step of a model, with a cache that lives for one step.
 
     Position 0 reads the model's output after its final norm. Position k > 0 reads code k - 1, and
-    head k - 1 of its output gives code k.
+    head k - 1 of its output gives code k. With `per_run` there are K - 1 positions: position k
+    reads both the model's output and code k, and gives code k + 1.
 
     steps        K, codes of a frame: the model's head gives the first, the inner decoder the others
     codes        V
@@ -54,12 +60,20 @@ class InnerDecoder:
                  embedding; 0: the first codebook has V codes, like the others
     width        H
     hidden_size  I
-    layers       the same weights at all positions
-    end_code     the code of the frame that ends a request
+    layers       of a run
+    per_run      whether each run has a projection, linears of layers and a head of its own; norms
+                 are shared. A run then begins with the projection of the model's output and the
+                 embedding of its code, of I values
+    end_code     the code of the frame that ends a request; -1: no code does
     judged       a frame ends the request if its first `judged` codes are the end code
     tied         whether the model and the inner decoder share the embeddings of codes
     stored       the names under which a checkpoint has shared embeddings
     fed          whether an embedding that streams in is added to that of each frame
+    fed_books    P, codebooks of somebody else's frames, whose codes stream in in place of
+                 embeddings; 0: embeddings do
+    begins       1: each codebook has an embedding after those of its codes, W = V + 1, which stands
+                 for what was before the first frame and is never drawn, and all codes of a frame of
+                 sound but its first come one frame late; 0: neither
     projection_bias  whether the projection has a bias
     end_token    the id that stands for the frame that ends a request, among the model's ids
     """
@@ -79,6 +93,9 @@ class InnerDecoder:
     first_codes: int = 0
     fed: bool = False
     projection_bias: bool = False
+    per_run: bool = False
+    fed_books: int = 0
+    begins: int = 0
 
     @property
     def end_token(self) -> int:
@@ -90,9 +107,19 @@ class InnerDecoder:
         return self.first_codes or self.codes
 
     @property
+    def book_rows(self) -> int:
+        """W"""
+        return self.codes + self.begins
+
+    @property
     def codebooks(self) -> tuple[int, ...]:
-        """Codes of each of the K codebooks."""
-        return (self.head_rows, *(self.codes,) * (self.steps - 1))
+        """Codes of each of the K codebooks that a caller may give."""
+        return (self.head_rows + self.begins, *(self.book_rows,) * (self.steps - 1))
+
+    @property
+    def runs(self) -> int:
+        """How often the decoder runs in a step."""
+        return self.steps - self.per_run
 
     @property
     def attention(self) -> GroupedQueryAttention:

@@ -7,6 +7,7 @@ the inner decoder's.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,12 +45,14 @@ class InnerSteps:
         self._block_table = 1 + first + block
         place = torch.arange(config.steps, dtype=torch.int32, device=device)
         self._positions = place[:, None].repeat(1, slots)
-        self.tables = RopeTables.of(
-            config.rope,
-            head_dim=config.attention.table_dim,
-            max_seq_len=config.steps,
-            device=device,
-        )
+        sizes: dict[str, Any] = {
+            "head_dim": config.attention.table_dim,
+            "max_seq_len": config.steps,
+            "device": device,
+        }
+        still = config.attention.nope
+        self.tables = RopeTables.still(**sizes) if still else RopeTables.of(config.rope, **sizes)
+        self._layers = [weights.layers_of(run) for run in range(config.runs)]
 
     def launch_with(self, launch: DecodeLaunch, plans: LinearPlans) -> DecodeLaunch:
         """How the runs are launched; `launch` is the model's."""
@@ -87,9 +90,9 @@ class InnerSteps:
         x_NI    float32, zeros in live lanes; it is used up
         """
         lanes = self.lanes_at(0, slot_N)
-        residual = self._projected(hidden, eps, slot_N, x_NI, launch)
+        residual = self._projected(0, hidden, eps, slot_N, x_NI, launch)
         last = len(self.weights.layers) - 1
-        residual = self._through(last, lanes, residual, launch)
+        residual = self._through(0, last, lanes, residual, launch)
         # Nobody reads what follows the last layer's keys and values.
         attention = self.weights.layers[last].attention
         assert isinstance(attention, AttentionWeights), f"{attention=}"
@@ -111,14 +114,33 @@ class InnerSteps:
         x_NI  float32, zeros in live lanes; updated in place
         """
         lanes = self.lanes_at(place, slot_N)
-        residual = self._projected(embedded_NH, 0.0, slot_N, x_NI, launch)
-        return self._through(len(self.weights.layers), lanes, residual, launch)
+        residual = self._projected(place, embedded_NH, 0.0, slot_N, x_NI, launch)
+        return self._through(place, len(self.weights.layers), lanes, residual, launch)
+
+    def run_own(
+        self,
+        place: int,
+        hidden: Residual | Tensor,
+        eps: float,
+        slot_N: Tensor,
+        x_NI: Tensor,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """Run the position that gives code `place`, 1 to K - 1, with the weights of this run: its
+        output. `hidden` and `eps` as in `begin`.
+
+        x_NI  float32, the embeddings of code `place` - 1 in live lanes; updated in place
+        """
+        run = place - 1
+        lanes = self.lanes_at(run, slot_N)
+        residual = self._projected(run, hidden, eps, slot_N, x_NI, launch)
+        return self._through(run, len(self.weights.layers), lanes, residual, launch)
 
     def _through(
-        self, count: int, lanes: DecodeLanes, residual: Residual, launch: DecodeLaunch
+        self, run: int, count: int, lanes: DecodeLanes, residual: Residual, launch: DecodeLaunch
     ) -> Residual:
-        """The stream after the first `count` layers, scaled for the norm that follows them."""
-        layers = self.weights.layers
+        """The stream after a run's first `count` layers, scaled for the norm that follows them."""
+        layers = self._layers[run]
         norms = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
         for index, (layer, norm) in enumerate(zip(layers[:count], norms, strict=False)):
             residual = decode_layer(
@@ -140,17 +162,19 @@ class InnerSteps:
         this position.
         """
         weight, eps = self.weights.heads[place - 1], self.config.norm_eps
-        return launch.call("head", residual, weight, slot_N, eps=eps)
+        output = residual if self.config.names.norm else residual.scaled
+        return launch.call("head", output, weight, slot_N, eps=eps)
 
     def _projected(
         self,
+        run: int,
         inputs: Residual | Tensor,
         eps: float,
         slot_N: Tensor,
         x_NI: Tensor,
         launch: DecodeLaunch,
     ) -> Residual:
-        """Add the projection of `inputs` to a stream of zeros."""
+        """Add a run's projection of `inputs` to its stream."""
         stream = Residual(
             x_NI,
             torch.empty_like(x_NI, dtype=self.weights.norm.dtype),
@@ -158,6 +182,11 @@ class InnerSteps:
         )
         weights = self.weights
         call = launch.call(
-            "projection", inputs, weights.projection, slot_N, eps=eps, bias=weights.projection_bias
+            "projection",
+            inputs,
+            weights.projection_of(run),
+            slot_N,
+            eps=eps,
+            bias=weights.projection_bias,
         )
-        return linear(call, AddResidual(stream, self.weights.layers[0].input_norm))
+        return linear(call, AddResidual(stream, self._layers[run][0].input_norm))

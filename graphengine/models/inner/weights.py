@@ -1,7 +1,7 @@
 """The weights of an inner decoder, and what each of them is in a checkpoint.
 
-Letters: K codes of a frame, V codes of a codebook, U of the first one, H the model's hidden size, I
-the inner decoder's.
+Letters: K codes of a frame, V codes of a codebook, W rows of a codebook's embedding, U of the first
+one, H the model's hidden size, I the inner decoder's, P codes that stream in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.streams import tensors_of
 from graphengine.models.decoder_layer import LayerWeights, allocate_layer
 from graphengine.models.inner.inner_decoder import InnerDecoder
+from graphengine.models.inner.stacked_layers import StackedLayer, allocate_stack
 from graphengine.models.linears import PLAIN
 from graphengine.models.weights import Weight
 
@@ -24,12 +25,18 @@ class InnerWeights:
     """All weights of an inner decoder, in the model's dtype.
 
     first_book  `[U, H]`, the model's embedding, where it is the first codebook's; else None
-    frames      `[K * V, H]`: row k * V + c is that of code c at place k of a frame; where there is
-                `first_book`, `[(K - 1) * V, H]` without the first codebook
-    codes       the same as the inner decoder reads it; the same tensor where they are tied
-    projection  `[I, H]`; the identity where the inner decoder has none
+    frames      `[K * W, H]`: row k * W + c is that of code c at place k of a frame; where there is
+                `first_book`, `[(K - 1) * W, H]` without the first codebook
+    codes       the same as the inner decoder reads it; the same tensor where they are tied. With
+                weights of each run `[(K - 2) * W, I]`, without the last codebook
+    own_first   `[U, I]`, the first codebook as the inner decoder reads it; None: `first_book`
+    fed_codes   `[P * W, H]`, the embeddings of codes that stream in, or None
+    projection  `[I, H]`; the identity where the inner decoder has none; `[K - 1, I, H]` with
+                weights of each run
     projection_bias  `[I]`, or None
-    norm        `[I]`, after the last layer
+    layers      of the first run
+    stacks      the layers of all runs, where each has its own; else empty
+    norm        `[I]`, after the last layer; ones where there is none
     heads       `[K - 1, V, I]`: head k - 1 gives code k
     """
 
@@ -42,6 +49,19 @@ class InnerWeights:
     heads: Tensor
     first_book: Tensor | None = None
     projection_bias: Tensor | None = None
+    own_first: Tensor | None = None
+    fed_codes: Tensor | None = None
+    stacks: tuple[StackedLayer, ...] = ()
+
+    def projection_of(self, run: int) -> Tensor:
+        """`[I, H]`"""
+        return self.projection[run] if self.stacks else self.projection
+
+    def layers_of(self, run: int) -> tuple[LayerWeights, ...]:
+        """The layers of a run."""
+        if not self.stacks:
+            return self.layers
+        return tuple(stack.of_run(run) for stack in self.stacks)
 
     def stored(self) -> dict[str, Weight]:
         """Every tensor, by its name in a checkpoint."""
@@ -51,24 +71,39 @@ class InnerWeights:
             found[f"{names.projection}.weight"] = self.projection
         if self.projection_bias is not None:
             found[f"{names.projection}.bias"] = self.projection_bias
-        found[f"{names.norm}.weight"] = self.norm
+        if names.norm:
+            found[f"{names.norm}.weight"] = self.norm
         if "{}" in names.heads:
             found |= {f"{names.heads.format(k)}.weight": head for k, head in enumerate(self.heads)}
+        elif self.stacks:
+            found[f"{names.heads}.weight"] = self.heads
         else:
             # The checkpoint has columns where each head has rows.
             found[f"{names.heads}.weight"] = self.heads.transpose(1, 2)
         tensors = {name: Weight(tensor) for name, tensor in found.items()}
         return {
             **tensors,
-            **{name: each for layer in self.layers for name, each in layer.stored().items()},
+            **{
+                name: each
+                for layer in self.stacks or self.layers
+                for name, each in layer.stored().items()
+            },
         }
 
     def _embeddings(self) -> dict[str, Tensor]:
         """The embeddings of codes, by name; the model's own are not among them."""
         config, names = self.config, self.config.names
         if "{}" in names.frames:
-            books = self.frames.chunk(len(self.frames) // config.codes)
-            return {f"{names.frames.format(k)}.weight": book for k, book in enumerate(books)}
+            rows = config.book_rows
+            books = [*torch.split(self.frames, rows)]
+            books += [] if self.fed_codes is None else torch.split(self.fed_codes, rows)
+            found = {f"{names.frames.format(k)}.weight": book for k, book in enumerate(books)}
+            if self.own_first is not None:
+                found[f"{names.first}.weight"] = self.own_first
+            if self.codes is not self.frames:
+                own = torch.split(self.codes, rows)
+                found |= {f"{names.codes.format(k)}.weight": book for k, book in enumerate(own)}
+            return found
         if config.tied:
             stored = config.stored or (f"{names.frames}.weight",)
             return dict.fromkeys(stored, self.frames)
@@ -82,6 +117,11 @@ class InnerWeights:
         Of the embeddings of codes a step reads a few rows, which do not count.
         """
         runs, last = self.config.steps, self.layers[-1]
+        if self.stacks:
+            own = sum(tensor.nbytes for each in self.stacks for tensor in each.linears())
+            norms = sum(norm.nbytes for each in self.stacks for norm in each.norms())
+            own += self.projection.nbytes + self.heads.nbytes
+            return own + self.config.runs * norms
         layers = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
         attention = last.attention
         assert isinstance(attention, AttentionWeights), f"{attention=}"
@@ -93,9 +133,10 @@ class InnerWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor but `first_book`, tied ones twice."""
-        of_layers = [tensor for layer in self.layers for tensor in layer.tensors()]
+        of_layers = [tensor for layer in self.stacks or self.layers for tensor in layer.tensors()]
         own = [self.frames, self.codes, self.projection, self.norm, self.heads]
-        return [*own, *tensors_of(self.projection_bias), *of_layers]
+        own += tensors_of(self.projection_bias, self.own_first, self.fed_codes)
+        return [*own, *of_layers]
 
 
 def allocate_inner(
@@ -110,8 +151,34 @@ def allocate_inner(
         return torch.empty(shape, device=device, dtype=dtype)
 
     hidden, first = config.hidden_size, embedding if config.first_codes else None
-    rows = (config.steps - (first is not None)) * config.codes
+    rows = (config.steps - (first is not None)) * config.book_rows
     frames = new(rows, config.width)
+    norm, heads = new(hidden), new(config.steps - 1, config.codes, hidden)
+    if not config.names.norm:
+        norm.fill_(1)
+    if config.per_run:
+        assert first is not None and config.names.first, f"{config=}"
+        stacks = tuple(
+            allocate_stack(
+                f"{config.names.layers}{index}.", layer, hidden, config.runs,
+                device=device, dtype=dtype,
+            )
+            for index, layer in enumerate(config.layers)
+        )  # fmt: skip
+        fed = config.fed_books * config.book_rows
+        return InnerWeights(
+            config=config,
+            frames=frames,
+            codes=new(rows - config.book_rows, hidden),
+            projection=new(config.runs, hidden, config.width),
+            layers=tuple(stack.of_run(0) for stack in stacks),
+            stacks=stacks,
+            norm=norm,
+            heads=heads,
+            first_book=first,
+            own_first=new(len(first), hidden),
+            fed_codes=new(fed, config.width) if fed else None,
+        )
     projection = new(hidden, config.width)
     if not config.names.projection:
         assert hidden == config.width, f"{config=} has no projection"
@@ -127,8 +194,8 @@ def allocate_inner(
             )
             for index, layer in enumerate(config.layers)
         ),
-        norm=new(hidden),
-        heads=new(config.steps - 1, config.codes, hidden),
+        norm=norm,
+        heads=heads,
         first_book=first,
         projection_bias=new(hidden) if config.projection_bias else None,
     )

@@ -239,7 +239,7 @@ def test_calls_that_are_refused(talker: tuple[Path, Any]) -> None:
         for rows, message in (
             (rows_of(2)[:, :70], r"embeds of shape \[2, 70\]: the model takes \[n, 72\]"),
             (rows_of(1)[0], r"embeds of shape \[72\] and torch.float32 must be of floating point"),
-            (rows_of(2).long(), "torch.int64 must be of floating point"),
+            (rows_of(2).long(), r"the model takes \[n, 72\], not torch.int64"),
             (rows_of(2) / 0, "row 0 is not finite"),
             ([[0.0] * HIDDEN], "must be a tensor"),
         ):

@@ -42,12 +42,13 @@ ALONE = [case for case in CASES if case[0] not in SEEING]
 OF_FRAMES = {
     "CsmForConditionalGeneration",
     "HiggsAudioV2ForConditionalGeneration",
+    "MoshiForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3OmniMoeTalkerForConditionalGeneration",
     "Qwen3TTSForConditionalGeneration",
 }
-"""Architectures whose steps emit frames, which have no tokens; `test_csm.py`, `test_higgs_audio.py`
-and `test_talker.py` have their frames."""
+"""Architectures whose steps emit frames, which have no tokens; `test_csm.py`,
+`test_higgs_audio.py`, `test_moshi.py` and `test_talker.py` have their frames."""
 WITHOUT_ADAPTERS = {("DeepseekV2ForCausalLM", 1)}
 """Models none of whose linears adapters can change."""
 

@@ -311,7 +311,8 @@ def test_feeds_are_checked(four: Talker) -> None:
     for given, message in (
         ((rows_of(2),), r"pad of shape \[2, 72\] must be one row"),
         ((PAD, rows_of(3)[:, :70]), "rows of 70 values and a pad of 72 must have as many"),
-        ((PAD.int(),), r"pad of shape \[1, 72\] and torch.int32 must be of floating point"),
+        ((PAD > 0,), r"pad of shape \[1, 72\] and torch.bool must be of floating point"),
+        ((PAD.int(), rows_of(3)), "rows of torch.float32 and a pad of torch.int64 must both be em"),
         (([0.0],), r"feed: pad=\[0.0\] must be a tensor \[n, H\]"),
         ((PAD, rows_of(3).to_sparse()), "must be dense, with values"),
     ):
@@ -325,6 +326,10 @@ def test_feeds_are_checked(four: Talker) -> None:
             (
                 SamplingParams(feed=Feed(PAD[:70])),
                 r"pad of shape \[1, 70\]: the model takes \[n, 72",
+            ),
+            (
+                SamplingParams(feed=Feed(PAD.int())),
+                r"pad of shape \[1, 72\]: the model takes \[n, 72\], not torch.int64",
             ),
             (asked(rows_of(3) / 0), r"rows of shape \[3, 72\]: row 0 is not finite in torch.float"),
         ):

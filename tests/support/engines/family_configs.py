@@ -137,6 +137,14 @@ CONFIGS: Mapping[str, Config] = {
     "Qwen3_5MoeForConditionalGeneration": {
         "text_config": {**_MOE, "model_type": "qwen3_5_moe_text"},
     },
+    "MoshiForConditionalGeneration": {
+        **_DENSE, "ffn_dim": 4096, "vocab_size": 16_384, "num_codebooks": 4, "sliding_window": None,
+        "depth_decoder_config": {
+            **_DENSE, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
+            "head_dim": 64, "ffn_dim": 2048, "vocab_size": 16_384, "input_size": 1024,
+            "num_codebooks": 4,
+        },
+    },
     "Qwen3OmniMoeForConditionalGeneration": {"talker_config": _TALKER},
     "Qwen3OmniMoeTalkerForConditionalGeneration": _TALKER,
     "Qwen3TTSForConditionalGeneration": {"talker_config": {
