@@ -132,6 +132,7 @@ class NGram(Mode):
     max_n: int = 5
 
     on_data_ranks: ClassVar[bool] = True
+    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -162,6 +163,8 @@ class Suffix(Mode):
     factor: float = 1.0
     max_match: int = 32
     corpus: PathName | None = None
+
+    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -321,6 +324,7 @@ class UserProvided(Mode):
     lockstep: ClassVar[bool] = True
     own_drafts: ClassVar[bool] = True
     on_data_ranks: ClassVar[bool] = True
+    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)

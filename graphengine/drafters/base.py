@@ -75,7 +75,9 @@ class Verified(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What a prefill replay knows once it has published."""
+    """What a prefill replay knows once it has published of its chunks of P prompts: of one, but for
+    modes that pack prompts.
+    """
 
     chunk: PrefillLanes
     next_prompt_token: Tensor | None
@@ -84,9 +86,9 @@ class Prefilled(NamedTuple):
     hidden: Tensor | None
     """[T, H] in the model's dtype, after the final norm; None where `wants_hidden` is not set."""
     token: Tensor
-    """int32 [1]: the sampled token; it has a meaning only after the last chunk."""
+    """int32 [P]: the sampled token; it has a meaning only after a prompt's last chunk."""
     final: Tensor
-    """int32 [1]: not 0 for the last chunk."""
+    """int32 [P]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
     """`paged_prefill_attention` of the chunk, as `ChunkAttention`; its segment can be replaced."""
     given: GivenRows | None = None
@@ -94,7 +96,9 @@ class Prefilled(NamedTuple):
 
     @property
     def following(self) -> Tensor:
-        """int32 [T]: the token after each lane's; at a final chunk's end the sampled one."""
+        """int32 [T]: the token after each lane's of one chunk; at the end of a final one the
+        sampled token.
+        """
         token, last = self.chunk.token, self.chunk.last
         assert self.next_prompt_token is not None, "nothing is drafted"
         following = torch.where(self.final != 0, self.token, self.next_prompt_token)
@@ -116,7 +120,7 @@ class Prefilled(NamedTuple):
         return lane, fusion._replace(embedding=table.to(fusion.embedding.dtype))
 
     def last_lane(self, token_T: Tensor) -> DecodeLanes:
-        """The chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
+        """Each chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
         chunk = self.chunk
         token, slot, position = (
             lanes.index_select(0, chunk.last) for lanes in (token_T, chunk.slot, chunk.position)

@@ -78,11 +78,14 @@ class Chunks:
 
     def _fits(self, request: Request, fed: int, most: int) -> bool:
         """Whether the request's next chunk fits a replay that feeds `fed` of at most `most` tokens
-        without it.
+        without it. A chunk that is only noted fits none.
         """
-        if not request.job.placed.begun:
+        placement = request.job.placed
+        if not placement.begun:
             self._look_again(request)
-        start = request.job.placed.prefilled
+        if placement.noted < request.cached_tokens:
+            return False
+        start = placement.prefilled
         count = self._cut.end(start, self._reuse.stop(request.job, start)) - start
         return fed + count <= min(most, self._cut.tokens(start))
 

@@ -73,7 +73,8 @@ def check_packing(
         return
     asked = f"prompts_per_prefill={config.prompts_per_prefill}"
     refused = {
-        "speculative": config.mode,
+        "speculative": config.mode is not None and not config.mode.packs_prompts,
+        "relaxed_acceptance": config.relaxed_acceptance,
         "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,

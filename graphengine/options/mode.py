@@ -33,6 +33,9 @@ class Mode(ABC):
     """Whether nobody else may draft: the host does, or its KV is right only after its own drafts.
     """
 
+    packs_prompts: ClassVar[bool] = False
+    """Whether `prepare` takes the chunks of several prompts at once."""
+
     @property
     @abstractmethod
     def k(self) -> int:

@@ -7,12 +7,13 @@ where the known tokens end. If not even the last token occurred before, that tok
 
 The table of tokens lives on the device, one row per slot, and each launch first appends new tokens.
 
-Letters: S slots, P positions, R rows, W lanes of a row, N = R * W lanes, T lanes of a prompt chunk,
-K drafts.
+Letters: S slots, P positions, R rows, W lanes of a row, N = R * W lanes, C chunks of prompts, K
+drafts.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,8 +120,8 @@ def ngram_propose_reference(
 def ngram_prompt(
     history_SP: torch.Tensor,
     chunk: PrefillLanes,
-    token_1: torch.Tensor,
-    final_1: torch.Tensor,
+    token_C: torch.Tensor,
+    final_C: torch.Tensor,
     draft_SK: torch.Tensor,
     *,
     max_n: int,
@@ -128,22 +129,23 @@ def ngram_prompt(
     unmatched_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write a prompt chunk into its slot's tokens; after the last chunk propose what comes next.
+    """Write prompts' chunks into their slots' tokens; after a last chunk propose what comes next.
 
     Args:
         history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as in `ngram_propose`.
-        chunk: the chunk's lanes, the live ones first.
-        token_1: int32, the sampled token; read only after the last chunk. If it is below 0, because
-            logits were not valid, it is not appended, and nothing is proposed.
-        final_1: int32, not 0 for the prompt's last chunk.
+        chunk: the lanes of C chunks, whose slots differ.
+        token_C: int32, the sampled tokens; read only after last chunks. One below 0, whose logits
+            were not valid, is not appended, and nothing is proposed.
+        final_C: int32, not 0 for a prompt's last chunk.
         pdl: as in `ngram_propose`, with `chunk` for `lanes`.
 
     Raises:
         ValueError: a shape, dtype or number that does not fit.
     """
-    tokens = chunk.slot.numel()
+    tokens, chunks = chunk.slot.numel(), chunk.last.numel()
     check_lanes(tokens, token=chunk.token, slot=chunk.slot, position=chunk.position)
-    check_lanes(1, last=chunk.last, token=token_1, final=final_1)
+    check_lanes(chunks, last=chunk.last, token=token_C, final=final_C)
+    check_lanes(chunks + 1, query_start=chunk.query_start)
     _check(history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S)
     options: dict[str, Any] = {
         "max_n": max_n,
@@ -151,19 +153,18 @@ def ngram_prompt(
         "unmatched_S": unmatched_S,
     }
     if not use_triton(history_SP):
-        ngram_prompt_reference(history_SP, chunk, token_1, final_1, draft_SK, **options)
+        ngram_prompt_reference(history_SP, chunk, token_C, final_C, draft_SK, **options)
         return
-    launcher(_prompt_kernel, (1,))(
+    launcher(_prompt_kernel, (chunks,))(
         history_SP,
         chunk.token,
         chunk.slot,
         chunk.position,
-        chunk.last,
-        token_1,
-        final_1,
+        chunk.query_start,
+        token_C,
+        final_C,
         draft_SK,
         unmatched_S,
-        tokens,
         *_sizes(history_SP, draft_SK),
         BLOCK_N=min(triton.next_power_of_2(tokens), 1024),
         **_blocks(history_SP, draft_SK, max_n, num_speculative_tokens),
@@ -174,8 +175,8 @@ def ngram_prompt(
 def ngram_prompt_reference(
     history_SP: torch.Tensor,
     chunk: PrefillLanes,
-    token_1: torch.Tensor,
-    final_1: torch.Tensor,
+    token_C: torch.Tensor,
+    final_C: torch.Tensor,
     draft_SK: torch.Tensor,
     *,
     max_n: int,
@@ -187,14 +188,16 @@ def ngram_prompt_reference(
     live = live_lanes(chunk.slot)
     live = live[chunk.position[live] < P]
     history_SP[chunk.slot[live].long(), chunk.position[live].long()] = chunk.token[live]
-    last = int(chunk.last)
-    slot, token = int(chunk.slot[last]), int(token_1)
-    if slot < 0 or not int(final_1) or token < 0:
-        return
-    length = min(int(chunk.position[last]) + 2, P)
-    history_SP[slot, int(chunk.position[last]) + 1 : length] = token
-    known = history_SP[slot, :length]
-    _write_drafts(known, slot, draft_SK, max_n, num_speculative_tokens, unmatched_S)
+    begin = chunk.query_start.tolist()
+    for index, (first, end) in enumerate(pairwise(begin)):
+        token = int(token_C[index])
+        if end == first or not int(final_C[index]) or token < 0:
+            continue
+        slot, position = int(chunk.slot[end - 1]), int(chunk.position[end - 1])
+        length = min(position + 2, P)
+        history_SP[slot, position + 1 : length] = token
+        known = history_SP[slot, :length]
+        _write_drafts(known, slot, draft_SK, max_n, num_speculative_tokens, unmatched_S)
 
 
 def _write_drafts(
@@ -325,12 +328,11 @@ def _prompt_kernel(
     chunk_token_ptr,
     chunk_slot_ptr,
     chunk_position_ptr,
-    last_ptr,
+    begin_ptr,
     token_ptr,
     final_ptr,
     draft_ptr,
     unmatched_ptr,
-    tokens,
     history_stride,
     positions,
     columns,
@@ -341,22 +343,24 @@ def _prompt_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for the whole chunk: it saves a launch, and the chunk is short."""
-    last = tl.load(last_ptr, cache_modifier=".cg")
-    slot = tl.load(chunk_slot_ptr + last, cache_modifier=".cg")
-    live = slot >= 0
+    """One program for the whole of a chunk: it saves a launch, and chunks are short."""
+    chunk = tl.program_id(0)
+    begin = tl.load(begin_ptr + chunk, cache_modifier=".cg")
+    end = tl.load(begin_ptr + chunk + 1, cache_modifier=".cg")
+    live = end > begin
+    last = tl.maximum(end, 1) - 1
+    slot = tl.load(chunk_slot_ptr + last, mask=live, other=-1, cache_modifier=".cg")
     position = tl.load(chunk_position_ptr + last, mask=live, other=0, cache_modifier=".cg")
     wait_for_inputs(PDL)
 
     tokens_ptr = history_ptr + slot.to(tl.int64) * history_stride
-    for start in range(0, tokens, BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         lane = start + tl.arange(0, BLOCK_N)
-        fed = tl.load(chunk_slot_ptr + lane, mask=live & (lane < tokens), other=-1) >= 0
-        target = tl.load(chunk_position_ptr + lane, mask=fed, other=0)
-        token = tl.load(chunk_token_ptr + lane, mask=fed, other=0)
-        tl.store(tokens_ptr + target, token, mask=fed & (target < positions))
-    final = tl.load(final_ptr) != 0
-    sampled = tl.load(token_ptr, mask=live & final, other=-1)
+        target = tl.load(chunk_position_ptr + lane, mask=lane < end, other=0)
+        token = tl.load(chunk_token_ptr + lane, mask=lane < end, other=0)
+        tl.store(tokens_ptr + target, token, mask=(lane < end) & (target < positions))
+    final = tl.load(final_ptr + chunk) != 0
+    sampled = tl.load(token_ptr + chunk, mask=live & final, other=-1)
     if sampled >= 0:
         tl.store(tokens_ptr + position + 1, sampled, mask=position + 1 < positions)
         _propose(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines.packed_replies import prompt_of, replies, same
 from engines.small_engine import greedy, open_engine, run, sampled, step_until
 from extent import examples
-from graphengine import Engine, NGram
+from graphengine import Engine
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import Subject
 
@@ -187,7 +187,6 @@ def test_sessions_are_packed_with_others() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"speculative": NGram(k=2)}, r"=3 is for engines without speculative=NGram"),
         ({"max_adapters": 2}, "=3 is for engines without max_adapters=2"),
         ({"prompt_embeds": True}, "=3 is for engines without prompt_embeds=True"),
         ({"tensor_parallel": 2}, "=3 is for engines without tensor_parallel=2"),

@@ -54,6 +54,7 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "packed prompts": ("llama-1b", {"prompts_per_prefill": 3}),
     "packed prompts of int8": ("tiny", {"prompts_per_prefill": 3, "quantize": "int8"}),
     "packed prompts of experts": ("tiny-moe", {"prompts_per_prefill": 3}),
+    "packed prompts of n-grams": ("tiny", {"prompts_per_prefill": 3, "speculative": NGram(k=3)}),
     "packed prompts of GELUs": ("tiny-gemma", {"prompts_per_prefill": 3}),
     "several steps": (DEMO, {"steps_per_launch": 3}),
     "several steps of one row": (DEMO, {"steps_per_launch": 2, "max_batch": 1, "buckets": (1,)}),

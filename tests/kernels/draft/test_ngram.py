@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -50,13 +51,23 @@ class Twin:
 
     def chunk(self, slot: int, start: int, tokens: Sequence[int], bucket: int) -> PrefillLanes:
         """Padded lanes are poison."""
+        return self.chunks([(slot, start, tokens)], bucket)
+
+    def chunks(self, given: Sequence[tuple[int, int, Sequence[int]]], bucket: int) -> PrefillLanes:
+        """The lanes of several chunks, some of which may be empty."""
+        tokens = [token for _, _, part in given for token in part]
+        slots = [slot for slot, _, part in given for _ in part]
+        positions = [at for _, start, part in given for at in range(start, start + len(part))]
+        ends = [*accumulate(len(part) for _, _, part in given)]
         padded = bucket - len(tokens)
         return PrefillLanes(
             token=self.ints([*tokens, *[HUGE] * padded]),
-            slot=self.ints([slot] * len(tokens) + [-1] * padded),
-            position=self.ints([*range(start, start + len(tokens)), *[LOWEST] * padded]),
-            query_start=self.ints([0, len(tokens)]),
-            last=self.ints([max(len(tokens) - 1, 0)]),
+            slot=self.ints([*slots, *[-1] * padded]),
+            position=self.ints([*positions, *[LOWEST] * padded]),
+            query_start=self.ints([0, *ends]),
+            last=self.ints(
+                [end - 1 if part else 0 for end, (*_, part) in zip(ends, given, strict=True)]
+            ),
         )
 
 
@@ -259,6 +270,46 @@ def test_no_match_reaches_into_the_slot_before(twin: Twin):
     assert table[2].tolist() == [7]
 
 
+@settings(deadline=None, max_examples=extent(10, 40))
+@given(data=st.data())
+def test_chunks_of_several_prompts(twin: Twin, data):
+    """Each is taken in as it would be alone, whether it is a prompt's last one or not."""
+    K, positions = 3, 24
+    options: dict[str, Any] = {"max_n": 3, "num_speculative_tokens": K}
+    slots = data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(2, 4))]
+    part = st.lists(st.integers(0, 2), max_size=9)
+    given = [(slot, data.draw(st.integers(0, 14)), data.draw(part)) for slot in slots]
+    sampled = [data.draw(st.sampled_from([-1, 0, 1])) for _ in slots]
+    final = [data.draw(st.sampled_from([0, 1])) for _ in slots]
+    # What earlier chunks left.
+    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    before = torch.randint(3, (SLOTS, positions), generator=seed).tolist()
+    found = []
+    for together in (True, False):
+        history, table, unmatched = twin.ints(before), twin.table(K), twin.counts()
+        groups = [[*range(len(given))]] if together else [[index] for index in range(len(given))]
+        for group in groups:
+            twin.prompt(
+                history,
+                twin.chunks([given[index] for index in group], 40),
+                twin.ints([sampled[index] for index in group]),
+                twin.ints([final[index] for index in group]),
+                table,
+                unmatched_S=unmatched,
+                **options,
+            )
+        found.append([history.tolist(), table.tolist(), unmatched.tolist()])
+    assert found[0] == found[1]
+    for (slot, start, tokens), token, last in zip(given, sampled, final, strict=True):
+        row, drafts = found[0][0][slot], found[0][1][slot]
+        assert row[start : start + len(tokens)] == tokens
+        proposed = bool(tokens and last and token >= 0)
+        assert (drafts != [UNTOUCHED] * K) == proposed
+        if proposed:
+            end = start + len(tokens) + 1
+            assert row[end - 1] == token and drafts == plain_drafts(row[:end], 3, K)[0]
+
+
 def test_nothing_of_an_empty_chunk(twin: Twin):
     history, table = twin.table(9), twin.table(2)
     chunk = twin.chunk(2, 0, [], 4)
@@ -281,7 +332,7 @@ def test_what_does_not_fit(prompt):
     }
     if prompt:
         good |= {"chunk": twin.chunk(0, 0, [1], 2)}
-        good |= {"token_1": twin.ints([1]), "final_1": twin.ints([1])}
+        good |= {"token_C": twin.ints([1]), "final_C": twin.ints([1])}
     else:
         good |= {"token_N": twin.ints([1, 1]), "count_R": twin.ints([1]), "lanes": lanes}
     op: Callable[..., None] = ngram_prompt if prompt else ngram_propose
@@ -300,8 +351,8 @@ def test_what_does_not_fit(prompt):
         ({"unmatched_S": twin.ints([0])}, r"unmatched must be a dense \[6\], not \(1,\)"),
     ]
     if prompt:
-        wrong.append(({"token_1": twin.ints([1, 2])}, r"token must be a dense \[1\]"))
-        wrong.append(({"final_1": twin.ints([1, 2])}, r"final must be a dense \[1\]"))
+        wrong.append(({"token_C": twin.ints([1, 2])}, r"token must be a dense \[1\]"))
+        wrong.append(({"final_C": twin.ints([1, 2])}, r"final must be a dense \[1\]"))
     else:
         wrong.append(({"count_R": twin.ints([1] * 3)}, "2 lanes are no whole number of lanes"))
     for change, message in wrong:
@@ -340,7 +391,7 @@ def test_tokens_are_read_after_the_wait(prompt, K):
     loads = list(global_loads(ptx, names))
     early = {load.argument for load in loads if not load.after_wait and load.past_l1}
     assert early == (
-        {"last_ptr", "chunk_slot_ptr", "chunk_position_ptr"}
+        {"begin_ptr", "chunk_slot_ptr", "chunk_position_ptr"}
         if prompt
         else {"slot_ptr", "position_ptr"}
     )

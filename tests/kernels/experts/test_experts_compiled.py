@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.grouping import Grouping, group_pairs, most_blocks
 from graphengine.kernels.experts.packed.weights import empty_experts
@@ -204,7 +205,7 @@ def test_chunks_take_the_tensor_cores(lanes, product):
     assert {word.partition(".f32")[0] for word in products(ptx)} == {product}
 
 
-@pytest.mark.parametrize("label", ["", "e2m1-1x32"])
+@pytest.mark.parametrize("label", extent([""], ["", "e2m1-1x32"]))
 def test_chunks_of_any_number_of_lanes_multiply_in_one_order(label):
     """By the same instructions, as many of them, in one tile."""
     kind = WeightFormat.of_label(label) if label else None

@@ -112,13 +112,13 @@ def test_the_reference_has_the_same_bits_at_every_number_of_lanes():
 def test_logits_have_the_same_bits_at_every_number_of_lanes(device, dtypes):
     """In float32, of more lanes than a decode step has; padded ones hold NaN."""
     for dtype in dtypes:
-        weight, x = (random_rows(n, 200, dtype=dtype, device=device) for n in (24, 101))
-        slot = torch.arange(101, dtype=torch.int32, device=device)
+        weight, x = (random_rows(n, 72, dtype=dtype, device=device) for n in (24, 71))
+        slot = torch.arange(71, dtype=torch.int32, device=device)
         x[1], slot[1] = float("nan"), -1
         whole, live = linear_chunk_logits(x, weight, slot), slot >= 0
         expected = x.double() @ weight.double().t()
         torch.testing.assert_close(whole[live].double(), expected[live], rtol=1e-5, atol=1e-4)
-        for lanes in ([4], [100, 0, 4, 4, 7], [*range(2, 40)]):
+        for lanes in ([4], [70, 0, 4, 4, 7], [*range(2, 40)]):
             found = linear_chunk_logits(x[lanes], weight, slot[lanes])
             assert torch.equal(found, whole[lanes])
 
