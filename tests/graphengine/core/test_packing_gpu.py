@@ -1,0 +1,71 @@
+"""Prefills that feed several prompts on a Hopper GPU: no bit depends on which.
+
+Chunks have from 1 to 256 tokens, for which kernels have tiles of all sizes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.family_models import FamilyModel
+from checkpoints.random_models import make
+from engines.packed_replies import assert_alike, prompt_of
+from engines.small_engine import open_engine
+from graphengine import Engine, NGram
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+DEVICE = "cuda"
+LENGTHS = (5, 100, 1, 40, 9, 64, 30)
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts_per_tok": 2,
+}
+EXPERTS = {
+    "Qwen3Moe": SIZES | {"moe_intermediate_size": 384, "num_experts": 8},
+    "GptOss": SIZES | {"num_local_experts": 8, "sliding_window": 19},
+}
+
+
+def packing(path: Path | None = None, **options: Any) -> Engine:
+    usual = {"device": DEVICE, "dtype": "bfloat16", "prompts_per_prefill": 4, "max_batch": 7}
+    sizes = {"max_seq_len": 256, "prefill_buckets": (16, 64, 256)}
+    return open_engine(path, **usual | sizes | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantize": "int4"},
+        {"quantize": "int8", "quantize_lm_head": True},
+        {"quantize": "fp8", "activations": "fp8"},
+        {"speculative": NGram(k=3), "prefix_caching": True},
+    ],
+    ids=str,
+)
+def test_the_demo_model(options: dict[str, Any]) -> None:
+    assert_alike(lambda: packing(**options), [prompt_of(length) for length in LENGTHS], packed=3)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4", "fp8"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_models_with_experts(family: str, quantize: str | None, tmp_path: Path) -> None:
+    FamilyModel(lambda: make(family, **EXPERTS[family])).write(tmp_path, 0)
+    prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
+    assert_alike(lambda: packing(tmp_path, quantize=quantize), prompts, packed=3)
