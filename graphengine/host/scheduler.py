@@ -264,7 +264,6 @@ class Scheduler:
             written = placement.kv_len + self._tokens_per_step - 1
             self.reuse.end_ring(request, min(written, job.max_len - 1))
             self.pool.give_back(placement.blocks)
-            self._changes.keep_out(placement.swap_blocks)
             self.swap.give_back(placement.swap_blocks)
             job.placement = None
             self._changes.slots = self._changes.tables = True
@@ -297,9 +296,7 @@ class Scheduler:
         rows = self._grow_or_pause()
         sat_out = sitting_out(self.active) if self.guided else 0
         if not self._changes.swap_out:
-            # Without rows there may be no plan to bring the blocks back.
-            if rows or not sat_out:
-                rows += self._resume()
+            rows += self._resume(running=bool(rows))
             self._admit()
         chunks = self._chunks.next(self.active)
         if not rows and not chunks:
@@ -422,8 +419,8 @@ class Scheduler:
     def _grow_or_pause(self) -> list[Request]:
         """Rows that decode, oldest first, each with blocks for the positions of its next step.
 
-        When the pool is short, the youngest request pauses for an older one. If there is no younger
-        one, a request skips the step and keeps its blocks.
+        When the pool is short, the youngest request pauses for an older one. If all younger ones
+        were not enough, a request skips the step and keeps its blocks.
         """
         rows: list[Request] = []
         for request in self.active:
@@ -443,20 +440,38 @@ class Scheduler:
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Give `request` the blocks for its first `tokens` tokens, pausing younger requests.
 
-        False if that is not enough.
+        False, and none is paused, if that would not be enough.
         """
         blocks = request.job.placed.blocks
         missing = self.blocks_for(self._reach(request.job, tokens)) - len(blocks)
         if missing <= 0:
             return True
-        while self.pool.free < missing:
-            victim = next(other for other in reversed(self.active) if other.job.placed.blocks)
-            if victim is request:
+        if self.pool.free < missing:
+            victims = self._victims(request, missing)
+            for victim in victims:
+                self._pause(victim)
+            if not victims:
                 return False
-            self._pause(victim)
         blocks += self.pool.take(missing)
         self._changes.tables = True
         return True
+
+    def _victims(self, request: Request, missing: int) -> list[Request]:
+        """The youngest requests whose pauses leave `missing` blocks free for an older one; [] if
+        all that are younger would not be enough.
+        """
+        free, victims, left = self.pool.free, list[Request](), Counter[int]()
+        for other in reversed(self.active):
+            if free >= missing:
+                return victims
+            if other is request:
+                break
+            if other.job.placed.blocks:
+                victims.append(other)
+                # A shared block is free once its last user is paused.
+                left.update(other.job.placed.blocks)
+                free += sum(left[each] == self.pool.users(each) for each in other.job.placed.blocks)
+        return []
 
     def _pause(self, request: Request) -> None:
         """Copy out all blocks that may have been written, including by launches in flight."""
@@ -471,12 +486,14 @@ class Scheduler:
         self.moves.append(("paused", request.id))
         self._changes.tables = True
 
-    def _resume(self) -> list[Request]:
+    def _resume(self, *, running: bool) -> list[Request]:
         """Bring paused requests back, oldest first, while every running row can still grow.
 
+        running  whether the plan has rows already
+
         Blocks were copied out up to a bound, which tokens collected during the pause may have
-        lowered. Blocks past it hold nothing valid and are not copied back. A request whose next
-        step waits for the host stays paused until then, and so do those after it.
+        lowered. Blocks past it hold nothing valid and are not copied back. Without anything to run
+        there is no plan that copies: a request that only waits for the host then stays paused.
         """
         rows: list[Request] = []
         paused = [request for request in self.active if request.phase is Phase.PAUSED]
@@ -487,8 +504,10 @@ class Scheduler:
             prefilling = placement.prefilled < job.prompt_len
             tokens = job.prompt_len if prefilling else placement.kv_len + self._width
             need = self.blocks_for(self._reach(job, tokens))
-            if self.pool.free < need + headroom or job.waits:
+            runs = prefilling or (job.can_sample and not job.waits)
+            if self.pool.free < need + headroom or not (runs or running):
                 break
+            running = True
             placement.blocks = self.pool.take(need)
             used = self.blocks_for(self._reach(job, placement.kv_len))
             self._changes.swap_in += zip(
@@ -500,7 +519,7 @@ class Scheduler:
             self.counters["resumes"] += 1
             self.moves.append(("resumed", request.id))
             request.phase = Phase.PREFILL if prefilling else Phase.DECODE
-            if not prefilling and job.can_sample:
+            if runs and not prefilling:
                 rows.append(request)
         return rows
 

@@ -5,7 +5,7 @@ A replay in flight is data, too: what the host remembers of it until its record 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -123,11 +123,6 @@ class Changes:
     options: bool = False
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-
-    def keep_out(self, swap_blocks: Collection[int]) -> None:
-        """Copy nothing out to these blocks, which are given back: others may take them."""
-        if self.swap_out and swap_blocks:
-            self.swap_out = [pair for pair in self.swap_out if pair[1] not in swap_blocks]
 
 
 def count_launch(plan: Plan) -> None:
