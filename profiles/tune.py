@@ -32,6 +32,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 import triton
@@ -45,6 +46,7 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans
 from graphengine.models.plans import choosing as tuning
 from graphengine.models.plans import tuning_tables
+from graphengine.models.plans.chains import inner_model
 from graphengine.models.plans.tuning_tables import TunedPlan
 from graphengine.options.devices import DTYPES
 from graphengine.profiles.arguments import integers
@@ -69,7 +71,8 @@ def tune(options: argparse.Namespace) -> None:
     """Measure plans for a model's decode linears on this GPU and keep the fastest."""
     if not options.seconds > 0:
         raise ValueError(f"--seconds {options.seconds} must be positive")
-    rows_of = {family: family_rows(family, options.rows) for family in options.family}
+    for family in options.family:
+        family_rows(family, options.rows)
     config, dtype = _model(options)
     device = torch.device(options.device)
     if device.type != "cuda":
@@ -78,14 +81,30 @@ def tune(options: argparse.Namespace) -> None:
         raise ValueError("tuning measures on an NVIDIA GPU, and torch finds none")
     name = tuning_tables.device_name(device)
     path = options.out or tuning_tables.user_table_path(name)
-    gpu = device_of(device)
-    assert gpu is not None, f"{device} is no GPU"
     # If the table cannot be written, fail before the work, not after it.
     tuning_tables.write_table(path, name, {})
+    inner = inner_model(config)
+    for what, part in (("", config), ("the inner decoder of ", inner)):
+        if part is not None:
+            print(f"{what}{config.architecture} on {name} -> {path}", flush=True)
+            _tune_decoder(part, dtype, device, options, path)
+
+
+def _tune_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: argparse.Namespace,
+    path: Path,
+) -> None:
+    """Search plans for the linears of a decoder, and add them to the table."""
+    gpu, name = device_of(device), tuning_tables.device_name(device)
+    assert gpu is not None, f"{device} is no GPU"
     layers = chain_layers(config, dtype)
-    print(f"{config.architecture} on {name}, chains of {layers} layers -> {path}", flush=True)
+    print(f"chains of {layers} layers", flush=True)
     model = chain_model(config, dtype, device, layers=layers)
-    for family, rows in rows_of.items():
+    for family in options.family:
+        rows = family_rows(family, options.rows)
         plans, _ = tuning.choose_plans(config.linears, dtype, family, device)
         targets = targets_of(config, dtype, family, options.only, gpu)
         bench = ChainBench(model, rows, processes=compile_processes(model))

@@ -40,8 +40,6 @@ PREFIX, STATE, ACTIONS = range(3)
 """The parts of a sequence, in order."""
 BLOCK_SIZE = 16
 """Positions of a block of KV."""
-ACTION_SPLIT = 64
-"""Fewest keys of a program of the actions' attention: with few rows, it is busy with keys."""
 START_TIME = 1.0
 """The time of pure noise; actions have time 0."""
 
@@ -175,9 +173,12 @@ class ActionStep:
     def _read_state(self) -> None:
         buffers, project = self.buffers, self.weights.state
         lanes = self._lanes(STATE, torch.zeros_like(buffers["state_seen"]))
-        stream = project(buffers["state"][None].to(project.weight.dtype)).float()
+        state = buffers["state"][None].to(project.weight.dtype)
         attention = self._attention(STATE, lanes, buffers["state_seen"])
-        self.expert.prefill(lanes, self.states, attention, stream=stream)
+        if self._denoiser is not None:
+            self._denoiser.read_state(state, lanes, self.states, attention)
+        else:
+            self.expert.prefill(lanes, self.states, attention, stream=project(state).float())
 
     def _velocity(
         self, rounded: Tensor, time_row: Tensor, lanes: PrefillLanes, attention: ChunkAttention
@@ -209,6 +210,6 @@ class ActionStep:
             position_P=self.buffers["starts"][part : part + 1],
             seen_N=seen,
             launch=self._launch,
-            least_split=ACTION_SPLIT if part == ACTIONS else None,
+            few_lanes=part != PREFIX,
         )
         return attend

@@ -1,6 +1,7 @@
 """The velocity of a chunk's actions, by the kernels with which decode steps multiply.
 
-Letters: M actions of a chunk, D values of an action, H width of the expert.
+Letters: N lanes, M actions of a chunk, D values of an action, S values of a state, H width of the
+expert.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from graphengine.models.linears import Linear, LinearPlans, Linears
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.policies import PolicyConfig
 from graphengine.models.states import StateTensors
-from graphengine.policies.weights import PolicyWeights
+from graphengine.policies.weights import PolicyWeights, Projection
 
 MOST_ACTIONS = MAX_LANES
 """The longest chunk whose products these kernels take."""
 
 
 def denoiser_linears(config: PolicyConfig) -> Linears:
-    """The products of a denoising step: those of the expert's layers, and what is around them."""
+    """The products that read state and actions: those of the expert's layers, and around them."""
     H = config.expert.hidden_size
     of_layers = {name: each for name, each in config.expert.linears.items() if name != "lm_head"}
     around = {
+        "state": Linear("residual", H, config.state_dim),
         "mixed": Linear("residual", H, H),
         "velocity": Linear("store", config.action_dim, H),
     }
@@ -88,12 +90,26 @@ class Denoiser:
         joined  what actions and time give together, before the product that mixes them
         states  of prefix and expert; receives the actions' keys and values
         """
-        weights, launch, slot = self.weights, self.launch, lanes.slot
-        x = torch.zeros_like(joined_MH, dtype=torch.float32)
-        stream = Residual(x, torch.empty_like(joined_MH), x.new_empty(1, len(x)))
-        weight, bias = weights.mixed
-        mixed = launch.call("mixed", joined_MH, weight, slot, bias=bias)
-        residual = linear(mixed, AddResidual(stream, self.expert.first_norm))
+        launch, eps = self.launch, self.config.expert.norm_eps
+        residual = self._begun("mixed", joined_MH, self.weights.mixed, lanes)
         residual = decode_chunk(self.expert, lanes, residual, states, attention, launch)
-        eps, (weight, bias) = self.config.expert.norm_eps, weights.velocity
-        return linear(launch.call("velocity", residual, weight, slot, eps=eps, bias=bias), STORE)
+        weight, bias = self.weights.velocity
+        call = launch.call("velocity", residual, weight, lanes.slot, eps=eps, bias=bias)
+        return linear(call, STORE)
+
+    def read_state(
+        self, state_1S: Tensor, lanes: PrefillLanes, states: StateTensors, attention: ChunkAttention
+    ) -> None:
+        """Leave the keys and values of the robot's state, [1, S]; arguments as for `velocity`."""
+        residual = self._begun("state", state_1S, self.weights.state, lanes)
+        decode_chunk(self.expert, lanes, residual, states, attention, self.launch)
+
+    def _begun(
+        self, name: str, x_NK: Tensor, projection: Projection, lanes: PrefillLanes
+    ) -> Residual:
+        """A stream that begins with the projection of `x_NK`, scaled for the first norm."""
+        weight, bias = projection
+        x = torch.zeros(len(x_NK), len(weight), dtype=torch.float32, device=x_NK.device)
+        stream = Residual(x, torch.empty_like(x, dtype=x_NK.dtype), x.new_empty(1, len(x)))
+        call = self.launch.call(name, x_NK, weight, lanes.slot, bias=bias)
+        return linear(call, AddResidual(stream, self.expert.first_norm))

@@ -737,6 +737,14 @@ def test_a_command_writes_what_it_found(
     part = down._replace(columns=down.columns // 4)
     assert key == TuningKey.of(part, "fma", BF16)
 
+    # A frame's codes are drawn by a decoder of its own.
+    out = tmp_path / "more" / "frames.json"
+    options = ["--family", "dot", "--out", str(out)]
+    assert cli.main(["tune", "--shape", "csm-1b", *options]) == 0
+    found = {(key.kind, key.M, key.K) for key in tuning_tables.read_table(out, "NVIDIA Test")}
+    assert {("swiglu", 16384, 2048), ("swiglu", 16384, 1024), ("sample", 2051, 1024)} <= found
+    assert "the inner decoder of CsmForConditionalGeneration" in capsys.readouterr().out
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:

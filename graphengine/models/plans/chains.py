@@ -35,6 +35,7 @@ from graphengine.models.composition import experts_of, named_layers
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.decoder_steps import Step
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.quantised.schemes import HEAD
@@ -62,6 +63,25 @@ def new_chain(
     """
     weights = _chain_of(config, layers).allocate(device=str(device), dtype=dtype)
     return weights.open(max_seq_len=1)
+
+
+def inner_model(config: ModelConfig) -> ModelConfig | None:
+    """The inner decoder of a model whose steps emit frames, as a model of its own: its linears have
+    the shapes of those that draw a frame's codes. None: there is no inner decoder.
+    """
+    if not isinstance(config, DecoderConfig) or not isinstance(config.inner, InnerDecoder):
+        return None
+    inner = config.inner
+    return replace(
+        config,
+        inner=None,
+        vocab_size=inner.codes,
+        hidden_size=inner.hidden_size,
+        layers=inner.layers,
+        rope=inner.rope,
+        local_rope=None,
+        forms=WeightForms({}),
+    )
 
 
 def _chain_of(config: ModelConfig, links: int) -> DecoderConfig:

@@ -21,17 +21,18 @@ SENTINEL = -555.0
 
 
 @pytest.fixture(params=["kernel", "split", "reference"])
-def op(request: pytest.FixtureRequest) -> Op:
+def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
     if request.param == "reference":
         return paged_prefill_attention_reference, "cpu"
     device = request.getfixturevalue("device")
     if request.param == "kernel":
         return paged_prefill_attention, device
+    monkeypatch.setattr(prefill_attention, "FEW_LEAST_SPLIT", 32)
     arrivals = torch.zeros(PREFILL_ARRIVALS, dtype=torch.int32, device=device)
 
     def split(*arguments: Any, **named: Any) -> torch.Tensor:
         launch = Launch(arrivals=arrivals)
-        result = paged_prefill_attention(*arguments, **named, launch=launch, least_split=32)
+        result = paged_prefill_attention(*arguments, **named, launch=launch, few_lanes=True)
         assert not arrivals.any(), "a counter was not reset"
         return result
 

@@ -8,8 +8,8 @@
     sleeps    eight rows, whose host sleeps 5 ms at random, or never; one step a launch and 16
     grammars  eight rows: none with a JSON schema, one that the device follows, one that the host
               follows
-    objects   one row that writes a JSON object of 20 fields, whose schema the device or the host
-              follows
+    objects   one row that writes a JSON object of 20 fields, whose schema the host or the device
+              follows, with jump-forward too
 
 Times are those of CUDA events around each launch, so a CPU gives the host's. Random weights: what a
 schema asks for is written, its values are noise.
@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import torch
 
 from engines.churn import write_tokenizer
-from graphengine import Engine, SamplingParams, StructuredOutputsParams
+from graphengine import Engine, JumpForward, SamplingParams, StructuredOutputsParams
 from graphengine.buckets import ReplayTimer
 from graphengine.observe.environment import environment
 from graphengine.profiles.benchmark.engines import build_engine
@@ -259,8 +259,9 @@ def grammars(shape: str, device: str, tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def objects(shape: str, device: str, tokens: int) -> Iterator[dict[str, Any]]:
-    for pool in (0, POOL_MIB):
-        with opened(shape, device, max_batch=1, grammar_pool_mib=pool) as engine:
+    jumps = {"speculative": JumpForward(k=8)}
+    for pool, drafts in ((0, {}), (POOL_MIB, {}), (POOL_MIB, jumps)):
+        with opened(shape, device, max_batch=1, grammar_pool_mib=pool, **drafts) as engine:
             params = with_schema(tokens)
             begun = time.perf_counter()
             follows = followed(params, engine)
