@@ -247,7 +247,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine, seed: i
     owners, counters = Owners(engine, dice), engine.counters
     before = counters.copy()
     names = ["pauses", "resumes", "finished/cancelled", "slot_reuses"]
-    names += ["guided/steps"] * HAS_GRAMMARS
+    names += ["guided/steps", "guided/sat_out"] * HAS_GRAMMARS
 
     def prompt_of(length: int) -> list[int]:
         return [dice.randrange(VOCABULARY) for _ in range(length)]

@@ -26,8 +26,15 @@ from checkpoints.few_layers import few_layers
 from engines.churn import Owners, come_and_go, write_tokenizer
 from engines.failing_ranks import limit_waits, stop
 from engines.family_checks import assert_rewinds
+from engines.logit_options import HAS_GRAMMARS
 from engines.small_engine import assert_idle, run
-from graphengine import Engine, EngineConfig, Result, SamplingParams
+from graphengine import (
+    Engine,
+    EngineConfig,
+    Result,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from graphengine.host.state_checkpoints import BlockCopy
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.launches import Share
@@ -342,11 +349,15 @@ def test_a_hybrid_says_what_it_says_in_one_process(hybrids: dict[str, Any]) -> N
 
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os\n"]
+ASKED = StructuredOutputsParams(regex="[a-z ]{40,60}")
+GUIDED = SamplingParams(temperature=0.0, max_tokens=16, structured_outputs=ASKED)
 
 
 @pytest.mark.parametrize("name", ["module", "model"])
 def test_drafts_are_those_of_one_process(name: str) -> None:
-    """They are made where the last layer is."""
+    """They are made where the last layer is. Masks of a grammar follow them while another row's
+    next step is queued.
+    """
     modes: dict[str, Speculative] = {
         "module": MTP(k=2, min_confidence=0.02),
         "model": DraftModel(few_layers(), k=2),
@@ -354,7 +365,9 @@ def test_drafts_are_those_of_one_process(name: str) -> None:
     found = []
     for stages in (1, 2):
         with open_engine(few_layers(), stages, speculative=modes[name]) as engine:
-            results = engine.generate(PROMPTS, greedy())
+            params = [greedy(), *([GUIDED] * HAS_GRAMMARS), *[greedy()] * 2]
+            results = engine.generate(PROMPTS, params[: len(PROMPTS)])
+            assert (engine.counters["guided/sat_out"] > 0) == HAS_GRAMMARS
             found.append(([said(result) for result in results], engine.acceptance.accepted))
             if stages > 1:
                 assert_equal_stages(engine)
