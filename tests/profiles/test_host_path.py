@@ -61,6 +61,22 @@ def calls(run: Callable[[], object]) -> int:
     return found
 
 
+def modules(run: Callable[[], object]) -> set[str]:
+    """Modules whose Python functions `run` calls."""
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            found.add(frame.f_globals["__name__"])
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def allocated(run: Callable[[], object]) -> int:
     """The most bytes that Python objects which `run` made took together."""
     tracemalloc.start()
@@ -79,6 +95,14 @@ def test_rows_add_no_more_than_the_delivery_of_their_tokens_to_a_steady_step() -
     one, three, nine = (of_a_step(rows, calls) for rows in (1, 3, 9))
     assert one < 46
     assert three - one <= 2 * 2 and nine - three <= 6 * 2
+
+
+def test_a_steady_step_calls_little_of_the_standard_library() -> None:
+    with silent(1) as engine:
+        found = host_path.of_steady_steps(engine, 1, 3, lambda: modules(engine.step))
+    called = {name for each in found for name in each if not name.startswith("graphengine.")}
+    # `signal`, for one, would look up each handler in an enum. What named tuples call is unnamed.
+    assert called <= {"threading", *(name for name in called if name.startswith("namedtuple_"))}
 
 
 def test_a_steady_step_allocates_little_and_little_more_for_each_row() -> None:
