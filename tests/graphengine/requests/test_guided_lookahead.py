@@ -229,7 +229,7 @@ def check_alone(calm: Engine, requests: list[Request]) -> None:
             assert request.stop_reason == expected.stop_reason
 
 
-@settings(max_examples=extent(7, 400))
+@settings(max_examples=extent(15, 400))
 @given(
     lookahead=st.integers(0, 2),
     steps=st.sampled_from([1, 1, 3]),
@@ -261,6 +261,24 @@ def test_pauses_change_nothing(engines: Engines) -> None:
     counted = engine.counters - before
     assert counted["pauses"] and counted["guided/sat_out"]
     assert any(request.pauses for request in requests if request.grammar == "host")
+
+
+def test_a_session_goes_on_after_a_turn_that_sat_out(engines: Engines) -> None:
+    engine = engines(2, 1)
+    with engine.session() as session:
+        session.append(LONG)
+        turn = session.submit(asked(seed=1))
+        beside = engine.submit(OTHER, sampled(40, seed=1))
+        before = engine.counters["guided/sat_out"]
+        run(engine)
+        assert engine.counters["guided/sat_out"] > before
+        session.append(OTHER)
+        following = session.submit(asked(seed=2))
+        again = engine.submit(OTHER, sampled(40, seed=1))
+        run(engine)
+        assert following.cached_tokens > turn.cached_tokens
+        check_alone(engines.calm, [turn, beside, following, again])
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize(
