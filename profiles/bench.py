@@ -5,7 +5,7 @@ against eager steps, which `eager.py` explains; `checked` says how many. The fun
 figure says what it means; these are in `measure.py`, `contexts.py`, `recording.py`,
 `speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`. All but the
 `speculation` of a row or a context comes from engines that do not speculate. What only a GPU has is
-null on a CPU.
+null on a CPU. Chunks of a policy are measured in `policies/`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ from graphengine.profiles.benchmark.recording import record
 from graphengine.profiles.benchmark.shapes import step_bytes
 from graphengine.profiles.benchmark.speculation import measure_sweep
 from graphengine.profiles.benchmark.stored_shape import stored_shape
+from graphengine.profiles.policies.asked import read_policy_options
+from graphengine.profiles.policies.chunks import measure_policy
 from graphengine.profiles.progress import Progress, told
+from graphengine.profiles.shape_configs import POLICIES
 from graphengine.profiles.tables.percentiles import rounded
 from graphengine.profiles.tables.text import describe_document
 from graphengine.speculative import describe
@@ -65,14 +68,21 @@ def bench(options: argparse.Namespace) -> None:
     for option, path in outputs.items():
         if path is not None:
             check_out(path, option)
-    wanted = read_options(options)
+    policy = read_policy_options(options) if options.shape in POLICIES else None
+    wanted = read_options(options) if policy is None else None
 
     def save(document: dict[str, Any]) -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
-    with told(quiet=options.json) as progress, _of_ranks(wanted) as found:
-        document = measure_all(found, progress=progress, save=save)
+    with told(quiet=options.json) as progress:
+        if policy is not None:
+            document = {"schema": SCHEMA} | measure_policy(policy, progress)
+            save(document)
+        else:
+            assert wanted is not None, f"{policy=}"
+            with _of_ranks(wanted) as found:
+                document = measure_all(found, progress=progress, save=save)
     shown = json.dumps(document, indent=2) if options.json else None
     print(shown or describe_document(document, columns()), flush=True)
     tell_written(options.out, options.record)

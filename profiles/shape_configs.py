@@ -5,7 +5,7 @@ the names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 DEMO = "demo"
 
@@ -298,3 +298,40 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 NAMES = (*SHAPES, DEMO)
 """All shapes, and the checkpoint in the package."""
+
+
+class PolicyShape(NamedTuple):
+    """A robot's policy with random weights, and the prefix of its chunks."""
+
+    config: Mapping[str, Any]
+    images: int
+    image_tokens: int
+    """Embeddings of an image."""
+    text_tokens: int
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self.images * self.image_tokens + self.text_tokens
+
+
+_TINY_LAYERS = {
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+POLICIES: Mapping[str, PolicyShape] = {
+    # Three cameras of 224 x 224 pixels, and openpi's longest instruction.
+    "pi0": PolicyShape({"type": "pi0"}, images=3, image_tokens=256, text_tokens=48),
+    "tiny-pi0": PolicyShape(
+        {
+            "model_type": "pi0", "chunk_size": 6, "max_state_dim": 5, "max_action_dim": 7,
+            "num_inference_steps": 4,
+            "vlm_config": {"text_config": {
+                **_TINY_LAYERS, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256,
+                "max_position_embeddings": 512,
+            }},
+            "dit_config": {**_TINY_LAYERS, "hidden_size": 32, "intermediate_size": 48,
+                           "max_position_embeddings": 512},
+        },
+        images=2, image_tokens=8, text_tokens=4,
+    ),
+}  # fmt: skip
+"""Policies that `bench` measures."""

@@ -9,7 +9,7 @@ from graphengine.cli.option_flags import add_flags, kept_facts
 from graphengine.cli.parser import CommandParser
 from graphengine.options.option_syntax import GRAMMAR
 from graphengine.profiles.flags import DTYPE_NAMES, SAMPLERS
-from graphengine.profiles.shape_configs import NAMES
+from graphengine.profiles.shape_configs import NAMES, POLICIES
 
 PEERS = ("transformers", "vllm")
 COMMON = (
@@ -30,8 +30,11 @@ def add_arguments(parser: CommandParser) -> None:
     """The options of `graphengine bench`."""
     parser.usage = "graphengine bench ... (see --help)"
     add = parser.add_argument
-    add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
-    add("--checkpoint", help="directory or hub id, in place of a shape")
+    add(
+        "--shape",
+        help=f"{', '.join([*POLICIES, *NAMES])} (default)",
+    )
+    add("--checkpoint", help="directory or hub id; shapes but demo have random weights")
     add(
         "--batch",
         help="live requests, a row each (default: 1,8,32; on a CPU or recorded 1; with drafts 1,8)",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from graphengine.cli.terminal import fit
+from graphengine.profiles.tables.policy import describe_policy
 
 Row = Mapping[str, Any]
 
@@ -210,6 +211,8 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 def describe_document(document: Mapping[str, Any], width: int | None = None) -> str:
     """All of a document's figures, for a terminal of this width; None: lines of any length."""
+    if document.get("policy"):
+        return fit(describe_policy(document), width)
     cells = context_cells(document)
     parts = [_heading(document)]
     if document["rows"]:
