@@ -114,12 +114,12 @@ def add_graph(parser: CommandParser) -> None:
 
 
 def add_ops(parser: CommandParser) -> None:
-    """The options of `ops`."""
+    """The options of `ops`, but for `--shape`, which must be there."""
     _add_engine_options(parser)
     parser.add_argument(
         "--graph", help="only this graph, such as decode/1/fast (default: all graphs)"
     )
-    parser.show_first((*_COMMON, "--graph", *_common(_ENGINE)))
+    parser.show_first((*_COMMON, "--shape", "--graph", *_common(_ENGINE)))
 
 
 def add_quantize(parser: CommandParser) -> None:

@@ -62,12 +62,6 @@ COMMANDS = {
         "Write the captured graphs of an engine to a folder, or compare two folders.",
         options_of.add_graph,
     ),
-    "ops": Command(
-        "Show which kernels an engine's steps launch, one by one, and the weights that each reads; "
-        "launch nothing.",
-        options_of.add_ops,
-        "...",
-    ),
     "quantize": Command(
         "Write a compressed-tensors checkpoint with weights of 8 or 4 bits, rounded to nearest.",
         options_of.add_quantize,
@@ -77,6 +71,8 @@ COMMANDS = {
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens per step drafters yield on a text.",
     "bench": "Measure the speed of a shape or a checkpoint.",
+    "ops": "Show which kernels an engine's steps launch, one by one, and the weights that each "
+    "reads; launch nothing.",
     "profile": "Profile an engine with Nsight Systems or torch's profiler.",
     "report": "Show where the time between tokens goes, from a recording or a trace.",
     "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",

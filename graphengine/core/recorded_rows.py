@@ -7,13 +7,17 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
+from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
+from graphengine.drafters import Drafter
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.linear.packed import PackedWeight
+from graphengine.models.contract import ModelConfig
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.op_table import OpRow, row_maker
 from graphengine.opening.allocation import graph_steps
 from graphengine.opening.budget.memory_plan import MemoryPlan
+from graphengine.opening.budget.sketch import sketch
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.launch_lists import describe_launches
 
@@ -38,6 +42,21 @@ def record_rows(
         runtime.buffers.reset()
     runtime.synchronize()
     return found
+
+
+def sketch_rows(
+    model: ModelConfig,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    graphs: Collection[GraphKey],
+) -> dict[GraphKey, list[OpRow]]:
+    """The launches of these graphs on an H200, of an engine whose tensors have no memory."""
+    with assumed(H200):
+        drawn = sketch(model, memory, config, drafter)
+        weights = drawn.program.model.weights
+        describe = row_maker(_named_weights(weights), drawn.caches, weights.by_linear())
+        return {key: describe_launches(drawn.steps[key], describe) for key in graphs}
 
 
 def _named_weights(held: StoredWeights) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphengine.kernels.core.op import Op
 
@@ -142,4 +143,6 @@ def _in_order(op: Op, accessed: Collection[str]) -> tuple[str, ...]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """A number that tells the memory of a tensor from that of others, also on the meta device."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,20 @@ from graphengine.opening.allocation import allocate, graph_steps
 from graphengine.opening.budget.memory_plan import MemoryPlan
 from graphengine.opening.budget.workspace import most_groups
 from graphengine.program.graph_key import GraphKey
+from graphengine.program.step import StepProgram
 
 _META = torch.device("meta")
+
+
+class Sketch(NamedTuple):
+    """The program of an engine over tensors without memory, and the step of each of its graphs.
+
+    caches  KV caches, layers first: the target's and then the drafter's
+    """
+
+    program: StepProgram
+    caches: tuple[Tensor, ...]
+    steps: Mapping[GraphKey, Callable[[], object]]
 
 
 def sketch_steps(
@@ -35,6 +48,17 @@ def sketch_steps(
     drafter: Drafter,
     place: Place = ALONE,
 ) -> Mapping[GraphKey, Callable[[], object]]:
+    """The steps of `sketch`."""
+    return sketch(model, memory, config, drafter, place).steps
+
+
+def sketch(
+    model: ModelConfig,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    place: Place = ALONE,
+) -> Sketch:
     """The step of every graph that a rank with this plan has, over tensors of the meta device.
 
     Call it, and run the steps, inside `assumed`: they launch what that GPU would be given, with its
@@ -50,7 +74,9 @@ def sketch_steps(
     pdl = config.pdl and overlaps_launches(_META)
     group = _pushes(place.shard, memory, pdl=pdl) if place.shard.ranks > 1 else None
     stages = _Stages(place.pipe, model.hidden_size) if place.pipe.ranks > 1 else None
-    return graph_steps(allocate(opened, sizes, config, drafter, group, stages).program, sizes)
+    held = allocate(opened, sizes, config, drafter, group, stages)
+    caches = (*(cache for cache, _ in held.caches), *(r.cache for r in held.program.states.rings))
+    return Sketch(held.program, caches, graph_steps(held.program, sizes))
 
 
 def _pushes(share: Share, memory: MemoryPlan, *, pdl: bool) -> Pushes:

@@ -732,7 +732,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         (["info", "a b"], "unrecognized argument a b: did you mean --checkpoint 'a b'?\n"),
         (
             ["ops", "demo", "--json"],
-            "unrecognized argument demo: did you mean --checkpoint demo?\n",
+            "unrecognized argument demo: did you mean --checkpoint demo or --shape demo?\n",
         ),
         (["bench", "x"], "unrecognized argument x: did you mean --checkpoint x or --shape x?\n"),
         (["doctor", "x"], "unrecognized argument x\n"),
