@@ -28,7 +28,7 @@ from checkpoints.moshi_models import (
     write_moshi,
 )
 from engines.small_engine import assert_idle, open_engine, run
-from extent import extent
+from extent import LONG, extent
 from graphengine import CodeSampling, Feed, Request, SamplingParams
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
@@ -108,7 +108,7 @@ def test_frames_are_those_of_transformers(moshi: Moshi, device: str) -> None:
     wanted = [frames_of(moshi.model, prompt, moshi.blank, frames) for prompt in prompts]
     assert len(np.unique(np.concatenate(wanted), axis=0)) > frames
     both = {"buckets": (1, 3)}, {"prefill_buckets": (8,), "lookahead": 1}
-    for options in both[moshi.books > 5 :] if extent(1, 2) == 1 else both:
+    for options in both if LONG else both[moshi.books > 5 :]:
         with open_engine(moshi.path, device=device, **SIZES | options) as engine:
             calls = [after(engine, moshi, each, asked(moshi, frames)) for each in prompts]
             results = engine.generate(*map(list, zip(*calls, strict=True)))
@@ -358,6 +358,14 @@ def test_calls_that_are_refused(three: Moshi) -> None:
                 call(codes)
         assert engine.delay_frames([[1, 2, 3, 4]]).tolist() == [[1, 2, 29, 29], [-1, -1, 3, 4]]
         assert engine.embed_frames([[1, 2, 3, 4]]).shape == (1, HIDDEN)
+
+
+def test_the_budget_has_rings_of_codes(three: Moshi) -> None:
+    """Sixteen rows of three codes and the pad for each slot, and where they end."""
+    with open_engine(three.path, device="cpu", **SIZES, max_batch=3) as engine:
+        lines = {line.name: line.bytes for line in engine.memory.budget.lines}
+        assert lines["codes that stream in"] == 3 * (17 * 3 * 4 + 4)
+        assert "embeddings of frames" not in lines
 
 
 def test_feeds_of_codes_are_checked() -> None:
