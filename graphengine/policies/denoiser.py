@@ -102,7 +102,8 @@ class Denoiser:
     ) -> None:
         """Leave the keys and values of the robot's state, [1, S]; arguments as for `velocity`."""
         residual = self._begun("state", state_1S, self.weights.state, lanes)
-        decode_chunk(self.expert, lanes, residual, states, attention, self.launch)
+        launch = self.launch
+        decode_chunk(self.expert, lanes, residual, states, attention, launch, states_alone=True)
 
     def _begun(
         self, name: str, x_NK: Tensor, projection: Projection, lanes: PrefillLanes

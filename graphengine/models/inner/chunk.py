@@ -25,6 +25,8 @@ def decode_chunk(
     states: StateTensors,
     attention: ChunkAttention,
     launch: DecodeLaunch,
+    *,
+    states_alone: bool = False,
 ) -> Residual:
     """The stream after all layers, scaled for the final norm: six launches a layer.
 
@@ -35,21 +37,24 @@ def decode_chunk(
     residual   scaled for the first norm; updated in place but for its squares
     attention  of the lanes, over one layer's cache
     launch     with plans for as many lanes
+    states_alone  whether only keys and values are wanted: the stream ends before the last ones
     """
     assert isinstance(model, DecoderModel), f"{type(model)=}"
     slot, rows = lanes.slot, DecodeLanes(lanes.token, lanes.slot, lanes.position)
-    paged = iter(states.paged())
+    paged = [*states.paged()]
     for step in model.steps:
         block = step.block
         if isinstance(block, SwigluWeights):
             residual = block.decode(rows, residual, step.next_norm, launch)
             continue
         assert isinstance(block, AttentionWeights), f"{type(block)=}"
-        cache, table = next(paged)
+        cache, table = paged.pop(0)
         heads, size = block.block.num_heads, block.block.q_size
         qkv = block.qkv_product(residual, slot, launch)
         placed = slot, lanes.position, cache, table, step.tables
         queries = block.append(qkv, heads, *placed, launch)
+        if states_alone and not paged:
+            break
         attended = attention(
             queries,
             cache,

@@ -79,10 +79,12 @@ def test_each_denoising_step_is_listed(capsys: pytest.CaptureFixture[str]) -> No
     kernels = Counter(row["kernel"] for row in tables["chunk/816"])
     assert kernels["_euler_kernel"] == 10 and count["prefix.embed_tokens"] == 1
     for layer in (0, 17):
-        # The state and each step.
+        # The state and each step. The state ends with its last keys and values.
+        last = layer == 17
         assert count[f"expert.layers.{layer}.self_attn.q_proj"] == 1 + 10
+        assert count[f"expert.layers.{layer}.mlp.down_proj"] == 1 + 10 - last
         # Rotating keys and attending, for the prefix, the state and each step.
-        assert count[f"KV {layer}"] == 2 * (1 + 1 + 10)
+        assert count[f"KV {layer}"] == 2 * (1 + 1 + 10) - last
     assert count["KV 18"] == 0
 
 
