@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from checkpoints.family_models import FamilyModel
-from checkpoints.gguf_files import written
 from checkpoints.quantised_models import KINDS, write_model
 from checkpoints.random_models import make
 from engines.packed_replies import assert_alike, prompt_of
@@ -66,6 +65,9 @@ def test_weights_of_checkpoints(name: str, activations: str | None, tmp_path: Pa
 def test_weights_of_gguf_files(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     FamilyModel(lambda: make("Llama", **sizes)).write(tmp_path / "source", 0)
+    pytest.importorskip("gguf")
+    from checkpoints.gguf_files import written
+
     file = written(tmp_path / "source", tmp_path / "files", gguf_kind).file
     prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
     assert_alike(lambda: packing(file), prompts, packed=2)
