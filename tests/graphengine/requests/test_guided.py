@@ -154,14 +154,13 @@ def test_pauses_change_nothing(alone: Alone, device: str, speculative: Speculati
     requests = []
     with engine:
         for index, job in enumerate(jobs()):
-            if index % 5 == 0:
+            if index % 2 == 0:
                 # It takes the pool from those after it.
                 engine.submit(OTHER, greedy(60, ignore_eos=True))
             requests.append(engine.submit(*job))
         run_with(engine)
         assert [outcome(request) for request in requests] == [said for said, _ in alone(device)]
-        # On a GPU, whose replays run ahead, only one of them comes to it.
-        assert engine.counters["pauses"] >= (2 if device == "cpu" else 1)
+        assert engine.counters["pauses"] >= 1
         assert any(request.pauses for request in requests)
         assert_idle(engine)
 
@@ -447,7 +446,8 @@ def test_masks_keep_no_request_alive() -> None:
 
 
 def test_a_guided_step_copies_masks_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_engine(device=device, max_batch=4) as engine:
+    """Without lookahead: with it, a row that sits out in turn changes the lanes of the others."""
+    with open_engine(device=device, max_batch=4, lookahead=0) as engine:
         (field,) = [field for field in engine.runtime.buffers.fields if field.group == MASKS]
         assert field.name == "allowed_bits" and field.shape == (4, 1, 128)
         loaded: list[dict[str, Any]] = []

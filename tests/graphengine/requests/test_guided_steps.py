@@ -122,7 +122,8 @@ def test_a_guided_step_synchronises_and_allocates_nothing(
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        assert not request.finished and engine.counters["guided/steps"] > 40
+        # Its row takes part in every other step, beside a row without a grammar.
+        assert not request.finished and engine.counters["guided/steps"] > 20
         request.cancel()
         run(engine)
 
