@@ -20,10 +20,6 @@ from hypothesis import HealthCheck, Phase, settings
 # The option --workers.
 pytest_plugins = ["workers"]
 
-# transformers would load models in threads of its own, where torch now and then finds that a forked
-# worker's threads are not those that it had ("Invalid thread pool!").
-os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -46,6 +42,9 @@ leave_the_checkout()
 
 # Matrices are tiny here: a second thread only waits at barriers, for long on a busy machine.
 torch.set_num_threads(1)
+# torch makes its pool of threads anew when a forked process first asks for it, and two threads that
+# ask at the same time may find none ("Invalid thread pool!").
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # A graph of an earlier test that Python's collector freed during a capture would make that fail.
 torch.compiler.config.force_cudagraph_gc = True
