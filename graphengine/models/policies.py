@@ -6,7 +6,6 @@ LeRobot's (`"type": "pi0"`, which names both models by their size).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,8 @@ from graphengine.options.checks import INT32_MAX
 
 ARCHITECTURE = "PI0ForConditionalGeneration"
 PALIGEMMA_VOCABULARY = 257_152
+MOST_STEPS = 1000
+"""The most denoising steps of a chunk, each of which is a part of the graph."""
 
 
 def _gemma_variant(hidden: int, inner: int) -> dict[str, Any]:
@@ -35,13 +36,15 @@ def _gemma_variant(hidden: int, inner: int) -> dict[str, Any]:
 _VARIANTS = {"gemma_2b": _gemma_variant(2048, 16_384), "gemma_300m": _gemma_variant(1024, 4096)}
 # transformers' defaults for missing keys of each model.
 _DEFAULTS = {"vlm_config": "gemma_2b", "dit_config": "gemma_300m"}
-# Any that is above 0.
-_PERIODS = (sys.float_info.min, sys.float_info.max)
+# Far beyond any that is of use; sines of their times are finite in float32.
+_PERIODS = (1e-9, 1e9)
 _KEYS = (
     Key("chunk_size", "integer", (1, INT32_MAX), default=50),
     Key("max_state_dim", "integer", (1, INT32_MAX), default=32),
     Key("max_action_dim", "integer", (1, INT32_MAX), default=32),
-    Key("num_inference_steps", "integer", (1, INT32_MAX), default=10),
+    Key("num_inference_steps", "integer", (1, MOST_STEPS), default=10),
+    # LeRobot's older name of `num_inference_steps`.
+    Key("num_steps", "integer", (1, MOST_STEPS), default=None, null=True),
     Key("min_period", "number", _PERIODS, default=4e-3),
     Key("max_period", "number", _PERIODS, default=4.0),
 )
@@ -86,15 +89,21 @@ def read_policy_config(config: HfConfig) -> PolicyConfig:
     prefix = gemma.read_config(parts["vlm_config"], ARCHITECTURE)
     # Actions have no tokens: its embedding is never read.
     expert = replace(gemma.read_config(parts["dit_config"], ARCHITECTURE), vocab_size=1)
+    if expert.hidden_size % 2:
+        wanted = "an even number: sines and cosines of time"
+        raise unsupported("dit_config.hidden_size", expert.hidden_size, wanted)
     _check_states(prefix, expert)
     sizes = read_keys(config, _KEYS)
+    steps = sizes["num_inference_steps"]
+    if "num_inference_steps" not in config and sizes["num_steps"] is not None:
+        steps = sizes["num_steps"]
     return PolicyConfig(
         prefix=prefix,
         expert=expert,
         horizon=sizes["chunk_size"],
         state_dim=sizes["max_state_dim"],
         action_dim=sizes["max_action_dim"],
-        steps=sizes["num_inference_steps"],
+        steps=steps,
         periods=(sizes["min_period"], sizes["max_period"]),
     )
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphengine.options.checks import shown
+from graphengine.options.checks import holds_integers, plain_tensor, shown
 
 FREE = -1
 """A code that is drawn."""
@@ -149,9 +149,8 @@ class Feed:
 
 def _one_row(name: str, row: object) -> Tensor:
     """`checked_rows` of one row, which may come without its first dimension."""
-    if isinstance(row, Tensor | np.ndarray) and row.ndim == 1:
-        row = row[None]
-    found = checked_rows(name, row)
+    found = _plain_rows(name, row)
+    found = checked_rows(name, found[None] if found.dim() == 1 else found)
     if len(found) != 1:
         raise ValueError(f"feed: {name} of shape {list(found.shape)} must be one row, [H]")
     return found
@@ -163,16 +162,19 @@ def checked_rows(name: str, rows: object) -> Tensor:
 
     name  of the rows, for errors
     """
-    if isinstance(rows, np.ndarray):
-        rows = torch.from_numpy(rows.astype(np.int64) if rows.dtype.kind in "iu" else rows)
-    if not isinstance(rows, Tensor):
-        raise ValueError(f"feed: {name}={shown(rows)} must be a tensor [n, H]")
-    told = f"feed: {name} of shape {list(rows.shape)} and {rows.dtype}"
-    codes = not rows.is_floating_point() and not rows.is_complex() and rows.dtype != torch.bool
-    if not (rows.is_floating_point() or codes) or rows.dim() != 2 or not rows.shape[1]:
-        raise ValueError(f"{told} must be of floating point, [n, H], or codes, integers [n, P]")
-    if rows.layout != torch.strided or rows.is_meta:
-        raise ValueError(f"{told} must be dense, with values")
+    found = _plain_rows(name, rows)
+    codes = holds_integers(found)
+    if not (found.is_floating_point() or codes) or found.dim() != 2 or not found.shape[1]:
+        raise ValueError(
+            f"feed: {name} of shape {list(found.shape)} and {found.dtype} must be of floating "
+            f"point, [n, H], or codes, integers [n, P]"
+        )
     if codes:
-        rows = rows.long()
-    return rows.detach().to("cpu", copy=True).contiguous()
+        found = found.long()
+    return found.to("cpu", copy=True).contiguous()
+
+
+def _plain_rows(name: str, rows: object) -> Tensor:
+    if not isinstance(rows, Tensor | np.ndarray):
+        raise ValueError(f"feed: {name}={shown(rows)} must be a tensor or an array, [n, H]")
+    return plain_tensor(f"feed: {name}", rows)

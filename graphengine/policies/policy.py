@@ -19,9 +19,9 @@ from torch import Tensor
 from graphengine.buckets import BucketLadder, StaticBuffers, capture_all
 from graphengine.kernels.norm_rope.embedding import GIVEN
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.policies import PolicyConfig, read_policy_config
+from graphengine.models.policies import MOST_STEPS, PolicyConfig, read_policy_config
 from graphengine.models.quantised.config import quantisation_of
-from graphengine.options.checks import check_at_least, is_int, shown
+from graphengine.options.checks import check_at_least, is_int, plain_tensor, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.policies.action_step import ActionStep, policy_fields
 from graphengine.policies.denoiser import counters_needed, denoiser_plans
@@ -35,8 +35,6 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 log = logging.getLogger(__name__)
 
 _SMALLEST_BUCKET = 64
-# Each is a part of the graph.
-_MOST_STEPS = 1000
 
 
 class Policy:
@@ -130,7 +128,7 @@ class Policy:
                 f"{config.prefix.max_positions} positions of the model"
             )
         if steps is not None:
-            check_at_least("steps", steps, 1, _MOST_STEPS)
+            check_at_least("steps", steps, 1, MOST_STEPS)
         weights = PolicyWeights.allocate(config, device=device, dtype=DTYPES[dtype])
         weights.load(checkpoint)
         log.info("policy of %.2f GB, prefix buckets %s", weights.nbytes / 1e9, buckets.sizes)
@@ -167,16 +165,17 @@ class Policy:
                 device, or `PromptParts` of them. Embeddings are those of transformers'
                 `embed_prefix`: of images after the projector, and in the place of `embed_tokens`.
                 All positions see each other
-        state   the robot's state, up to `config.state_dim` values; the others are 0
+        state   the robot's state, normalised as in training, up to `config.state_dim` values; the
+                others are 0
         seed    of the noise, any int64. A chunk is a function of prefix, state, seed and `fixed`
         noise   float [horizon, action_dim] in place of the noise by seed
         fixed   [n, up to action_dim], n <= horizon: the first actions of the chunk are these, and
                 the others are denoised beside them. So a chunk may begin with the actions that a
                 robot is executing while this one is computed
 
-        Returns float32 `[horizon, action_dim]` on the policy's device, in static memory: the next
-        call overwrites it. It is ready for the caller's current stream; a copy to the host waits
-        for it.
+        Returns float32 `[horizon, action_dim]`, normalised as in training, on the policy's device,
+        in static memory: the next call overwrites it. It is ready for the caller's current stream;
+        a copy to the host waits for it.
 
         ValueError, with the numbers, for arguments that do not fit, or that are not finite in the
         policy's dtype; then nothing is computed. Embeddings on a GPU are not looked at: if they are
@@ -269,7 +268,7 @@ class Policy:
         tokens: list[int] = []
         rows: list[tuple[int, Tensor]] = []
         for part in parts:
-            if isinstance(part, Tensor) and (part.dim() > 1 or part.is_floating_point()):
+            if isinstance(part, Tensor) and (part.dim() != 1 or part.is_floating_point()):
                 rows.append((len(tokens), self._checked_embeds(part)))
                 first = len(tokens)
                 tokens += [GIVEN - position for position in range(first, first + len(part))]
@@ -336,23 +335,17 @@ def _read_state(state: ArrayLike | Tensor, most: int, dtype: torch.dtype) -> Flo
 def _floats(name: str, value: ArrayLike | Tensor, dtype: torch.dtype) -> Floats:
     """Numbers as float32 on the host. ValueError unless all are finite, in `dtype` too."""
     try:
-        given = torch.as_tensor(value)
+        given = value if isinstance(value, Tensor | np.ndarray) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be numbers, not {shown(value)}: {error}") from error
-    if given.is_complex():
-        raise ValueError(f"{name} must be real numbers, not {given.dtype}")
-    found = _dense(name, given).float().cpu()
+    plain = plain_tensor(name, given)
+    if plain.is_complex():
+        raise ValueError(f"{name} must be real numbers, not {plain.dtype}")
+    found = plain.float().cpu()
     if not found.to(dtype).isfinite().all():
         raise ValueError(f"{name} has values that are not finite in {dtype}")
     numbers: Floats = found.numpy()
     return numbers
-
-
-def _dense(name: str, value: Tensor) -> Tensor:
-    """The tensor without its history. ValueError unless it has its values in memory, densely."""
-    if value.layout != torch.strided or value.is_meta:
-        raise ValueError(f"{name} must be a dense tensor, not {value.layout} on {value.device}")
-    return value.detach()
 
 
 def _checked_seed(seed: object) -> int:

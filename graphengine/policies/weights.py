@@ -35,7 +35,7 @@ _PREFIXES = (
     (r"(paligemma_with_expert\.gemma_expert\.model|dit)\.", "expert."),
     (r"(embed_action_time\.)?(?=state_proj|action_in_proj|action_time_mlp_|action_out_proj)", ""),
 )
-# Tensors that no action depends on.
+# Tensors that no action depends on as the model gives it; LeRobot's statistics are the caller's.
 _BESIDE = re.compile(
     r"(paligemma_with_expert\.paligemma\.model|vlm)\.(vision_tower|multi_modal_projector)\..*|"
     r"paligemma_with_expert\.gemma_expert\.lm_head\.weight|expert\.embed_tokens\.weight|"

@@ -13,7 +13,7 @@ from graphengine.models.inner.drawn import FrameCoder, begins, fed_books
 from graphengine.models.inner.late_codes import delayed, undelayed
 from graphengine.models.inner.parallel_heads import Codes, ParallelHeads
 from graphengine.models.inner.weights import InnerWeights
-from graphengine.options.checks import shown
+from graphengine.options.checks import holds_integers, plain_tensor, shown
 
 
 def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
@@ -63,14 +63,19 @@ def checked_codes(
 
     heard  whether the P codes that stream in may follow those of a frame
     """
-    given = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
     theirs = fed_books(inner) if heard else 0
     widths = (inner.steps, inner.steps + theirs) if theirs else (inner.steps,)
-    if given.ndim != 2 or given.shape[1] not in widths or given.dtype.kind not in "iu":
+    wanted = f"integers [frames, {' or '.join(map(str, widths))}]"
+    try:
+        found = plain_tensor("codes", codes) if isinstance(codes, Tensor) else np.asarray(codes)
+    except ValueError as error:
+        raise ValueError(f"codes={shown(codes)} must be {wanted}: {error}") from error
+    whole = holds_integers(found) if isinstance(found, Tensor) else found.dtype.kind in "iu"
+    if found.ndim != 2 or found.shape[1] not in widths or not whole:
         raise ValueError(
-            f"codes={shown(codes)} of shape {list(given.shape)} and {given.dtype} must be integers "
-            f"[frames, {' or '.join(map(str, widths))}]"
+            f"codes={shown(codes)} of shape {list(found.shape)} and {found.dtype} must be {wanted}"
         )
+    given = found.long().cpu().numpy() if isinstance(found, Tensor) else found
     books = np.array([*inner.codebooks, *[inner.codebooks[-1]] * (given.shape[1] - inner.steps)])
     wrong = np.argwhere((given < 0) | (given >= books))
     if len(wrong):

@@ -353,6 +353,9 @@ def test_calls_that_are_refused(three: Moshi) -> None:
             (engine.embed_frames, [[0] * 6 + [30]], r"codes\[0\]\[6\] is 30: a codebook has 30"),
             (engine.delay_frames, [[0] * 6], r"must be integers \[frames, 4 or 7\]"),
             (engine.undelay_frames, [[0] * 7], r"must be integers \[frames, 4\]"),
+            (engine.undelay_frames, torch.zeros(1, 4).bfloat16(), r"torch.bfloat16 must be integ"),
+            (engine.embed_frames, torch.zeros(1, 4).int().to_sparse(), "codes must be dense, with"),
+            (engine.embed_frames, [[1], [1, 2]], r"codes=\[\[1\], \[1, 2\]\] must be integers"),
         ):
             with pytest.raises(ValueError, match=message):
                 call(codes)
@@ -376,6 +379,9 @@ def test_feeds_of_codes_are_checked() -> None:
         (None, {"before": torch.zeros(3)}, "before of shape .* is for a pad of as many codes"),
         (None, {"before": np.zeros((2, 3), int)}, r"before of shape \[2, 3\] must be one row"),
         (np.zeros((2, 3), bool), {}, "torch.bool must be of floating point"),
+        (np.array([["a"] * 3]), {}, r"feed: rows must be numbers, not array\(.* of <U1"),
+        (None, {"before": np.array([None] * 3)}, "feed: before must be numbers, not array"),
+        (torch.zeros(2, 3, device="meta"), {}, "feed: rows must be dense, with values"),
     ):
         with pytest.raises(ValueError, match=message):
             Feed(pad, rows, **options)

@@ -313,7 +313,7 @@ def test_feeds_are_checked(four: Talker) -> None:
         ((PAD, rows_of(3)[:, :70]), "rows of 70 values and a pad of 72 must have as many"),
         ((PAD > 0,), r"pad of shape \[1, 72\] and torch.bool must be of floating point"),
         ((PAD.int(), rows_of(3)), "rows of torch.float32 and a pad of torch.int64 must both be em"),
-        (([0.0],), r"feed: pad=\[0.0\] must be a tensor \[n, H\]"),
+        (([0.0],), r"feed: pad=\[0.0\] must be a tensor or an array, \[n, H\]"),
         ((PAD, rows_of(3).to_sparse()), "must be dense, with values"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,10 +18,16 @@ from torch import Tensor
 from checkpoints.policies import IMAGE, save_policy
 from graphengine import Policy, PromptParts
 from graphengine.buckets import StaticBuffers
+from graphengine.models.policies import read_policy_config
 from graphengine.policies.action_step import ActionStep
 
 WIDTH = 56
 TOKENS_OF_IMAGE = 16
+with warnings.catch_warnings():
+    # Torch means to drop both kinds of tensors; callers may have them until then.
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.zeros(2, WIDTH), torch.zeros(3, WIDTH)])
+    QUANTISED = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_prefix": 90, "prefix_buckets": [20, 40, 90]}
 
 
@@ -233,6 +241,12 @@ def test_fixed_actions_are_kept_and_change_the_others(oracle: Oracle, policy: Po
             "state must be real numbers, not tor",
         ),
         ({"fixed": [["a"]]}, "fixed must be numbers"),
+        ({"fixed": np.array([["a"]])}, r"fixed must be numbers, not array\(.* of <U1"),
+        ({"state": torch.zeros(2, device="meta")}, "state must be dense, with values, not a ten"),
+        ({"state": NESTED}, "state must be dense, with values, not a nested tensor of"),
+        ({"prefix": NESTED}, "embeddings in a prompt are a nested tensor"),
+        ({"prefix": torch.tensor(5)}, r"of shape \[\] and torch.int64 .* token ids are one list"),
+        ({"state": QUANTISED}, "not a quantised tensor of torch.strided and torch.qint8"),
     ],
 )
 def test_arguments_that_do_not_fit(policy: Policy, arguments: dict[str, Any], message: str) -> None:
@@ -268,6 +282,19 @@ def test_lists_and_arrays_are_taken(policy: Policy) -> None:
     for convert in (lambda tensor: tensor.numpy(), lambda tensor: tensor.tolist()):
         arguments = {"noise": convert(noise), "fixed": convert(held)}
         assert torch.equal(policy.act([5, 6], convert(state), **arguments), wanted)
+
+
+def test_arrays_of_any_strides_and_byte_order_are_taken(policy: Policy) -> None:
+    """As messages of robots have them: read-only, turned around, of the network's byte order."""
+    state, noise, held = drawn(5), drawn(7, 6), drawn(2, 6, seed=3)
+    wanted = policy.act([5, 6], state, noise=noise, fixed=held).clone()
+    received = np.frombuffer(state.numpy().astype(">f4").tobytes(), dtype=">f4")
+    turned = noise.flip(0).numpy()[::-1]
+    wide = held.numpy().astype(np.longdouble)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = policy.act([5, 6], received, noise=turned, fixed=wide)
+    assert torch.equal(found, wanted)
 
 
 def test_embeddings_leave_their_history_behind(policy: Policy) -> None:
@@ -359,6 +386,12 @@ def test_a_config_of_lerobot(tmp_path: Path) -> None:
         ({"dit_config": {"use_bidirectional_attention": False}}, "supported: null or true"),
         ({"dit_config": {"head_dim": 16}}, "layers, KV heads and head_dim must be the same"),
         ({"chunk_size": 0}, r"chunk_size=0: must be an integer in \[1, "),
+        (
+            {"num_inference_steps": 1001},
+            r"num_inference_steps=1001: must be an integer in \[1, 1000",
+        ),
+        ({"min_period": 1e-40}, "min_period=1e-40: must be a finite number in"),
+        ({"dit_config": {"hidden_size": 45}}, "dit_config.hidden_size=45: supported: an even"),
         ({"min_period": -1}, "min_period=-1: must be a finite number in"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     ],
@@ -371,6 +404,16 @@ def test_configs_that_are_not_supported(
     (tmp_path / "model.safetensors").symlink_to(oracle.path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         Policy.from_pretrained(tmp_path, device="cpu", **OPTIONS)
+
+
+def test_the_older_name_of_the_steps() -> None:
+    """LeRobot's `num_steps`, where `num_inference_steps` does not say otherwise."""
+    for config, steps in (
+        ({"num_steps": 4}, 4),
+        ({"num_steps": 4, "num_inference_steps": 6}, 6),
+        ({}, 10),
+    ):
+        assert read_policy_config({"type": "pi0", **config}).steps == steps
 
 
 @pytest.mark.parametrize(
