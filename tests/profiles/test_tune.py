@@ -37,11 +37,13 @@ from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mlp import Mlp
 from graphengine.models.blocks.swiglu import SwigluWeights
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
 from graphengine.models.plans import plan_limits, tuning_tables
-from graphengine.models.plans.chains import chain_length, chain_linear
+from graphengine.models.plans.chains import chain_length, chain_linear, inner_model, new_chain
 from graphengine.models.plans.tuning_tables import TuningKey
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.routing import StepRoutes
@@ -195,6 +197,26 @@ def test_targets_of_a_model() -> None:
     assert next(iter(variants.items())) == (plans["down"], plans)
     for plan, variant in variants.items():
         assert variant == plans.replace({"down": plan, "output": plan})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_of_an_inner_decoder(family: RowFamily) -> None:
+    """Plans are found by a linear's shape: those of its layers and of a head, which are read once
+    for each code, and in CSM and Moshi not those of the projection.
+    """
+    moshi = read_model_config({"architectures": ["MoshiForConditionalGeneration"]})
+    shapes = model_shape("csm-1b"), model_shape("qwen3-tts-1.7b"), moshi
+    for config, missing in zip(shapes, ({"projection"}, set(), {"projection"}), strict=True):
+        assert isinstance(config, DecoderConfig) and isinstance(config.inner, InnerDecoder)
+        inner = inner_model(config)
+        assert inner is not None and inner_model(inner) is None
+        keys = {target.key for target in candidates.targets_of(inner, BF16, family)}
+        wanted = config.inner.linears.items()
+        left = {name for name, of in wanted if TuningKey.of(of, family, BF16) not in keys}
+        assert left == missing
+        chain = new_chain(inner, layers=2, dtype=BF16, device=torch.device("meta"))
+        assert chain_length(chain.config) == 2
+    assert inner_model(MODEL) is None
 
 
 # The search.

@@ -66,8 +66,10 @@ def new_chain(
 
 
 def inner_model(config: ModelConfig) -> ModelConfig | None:
-    """The inner decoder of a model whose steps emit frames, as a model of its own: its linears have
-    the shapes of those that draw a frame's codes. None: there is no inner decoder.
+    """The inner decoder of a model whose steps emit frames, as a model of its own. Its linears have
+    the shapes of those that draw a frame's codes, but for the projection, which it has not.
+
+    None: there is no inner decoder.
     """
     if not isinstance(config, DecoderConfig) or not isinstance(config.inner, InnerDecoder):
         return None

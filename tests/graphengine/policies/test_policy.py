@@ -183,6 +183,10 @@ def test_a_chunk_is_a_function_of_its_seed(policy: Policy) -> None:
     other = policy.act(ids, state, seed=-3).clone()
     assert torch.equal(policy.act(ids, state, seed=-4), first)
     assert (first != other).all()
+    # All 64 bits count.
+    high = policy.act(ids, state, seed=-4 % 2**32)
+    assert (first != high).all()
+    policy.act(ids, state, seed=-4)
     # The noise of a seed is what is given in its place.
     noise = policy._buffers["noise"].clone()
     assert torch.equal(policy.act(ids, state, seed=9, noise=noise), first)
@@ -351,6 +355,17 @@ def test_half_the_buckets_by_default(oracle: Oracle) -> None:
     with Policy.from_pretrained(oracle.path, device="cpu", **options) as policy:
         assert policy.prefix_buckets == (75, 150, 300)
         assert policy.max_prefix == 300
+
+
+def test_the_longest_prefix_leaves_room_for_state_and_actions(oracle: Oracle) -> None:
+    """512 positions are 504 of a prefix, a state and 7 actions."""
+    options = OPTIONS | {"max_prefix": 504, "prefix_buckets": [504]}
+    with Policy.from_pretrained(oracle.path, device="cpu", **options) as policy:
+        assert policy.act([5] * 504, [1.0]).isfinite().all()
+    with pytest.raises(ValueError, match="max_prefix=505, a state and 7 actions exceed the 512"):
+        Policy.from_pretrained(
+            oracle.path, device="cpu", **options | {"max_prefix": 505, "prefix_buckets": [505]}
+        )
 
 
 def test_names_of_transformers_own_modules(oracle: Oracle, policy: Policy, tmp_path: Path) -> None:

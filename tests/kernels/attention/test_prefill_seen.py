@@ -12,9 +12,10 @@ from graphengine.kernels.attention import prefill as prefill_attention
 from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
 from graphengine.kernels.attention.reference import paged_prefill_attention_reference
 from graphengine.kernels.attention.triton import prefill_triton
+from graphengine.kernels.core.devices import SHARED_BYTES
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from launches.compilation import compile_launch, record_launch
+from launches.compilation import compile_kernel, compile_launch, record_launch
 
 Op = tuple[Callable[..., torch.Tensor], str]
 SENTINEL = -555.0
@@ -146,6 +147,69 @@ def test_lanes_that_see_no_later_one_have_the_bits_of_causal_ones(
         for more in ({}, {"seen_N": seen})
     ]
     assert torch.equal(*made)
+
+
+def test_few_lanes_of_long_heads(
+    device: str, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    """A policy's 50 actions after a prefix and a state: in 16 bits their tiles have 16 rows, and
+    two programs share the keys of each.
+    """
+    heads, head_dim, count, length = 8, 256, 50, 430
+    arrivals = torch.zeros(PREFILL_ARRIVALS, dtype=torch.int32, device=device)
+    sixteen = [dtype for dtype in dtypes if dtype != torch.float32]
+    assert sixteen
+    for dtype in sixteen:
+        draw = torch.Generator().manual_seed(3)
+        keys, values = torch.randn(2, 1, length, 1, head_dim, generator=draw).to(dtype)
+        query = torch.randn(count, heads, head_dim, generator=draw).to(dtype)
+        cache = place_cache(
+            keys.to(device), values.to(device), (length,), block_size=16, placement=1, poison=True
+        )
+        seen = torch.full((count,), length, dtype=torch.int32)
+        # Some see no key of the second program.
+        seen[7:20] = 190
+        numbers = {"query_start_P1": [0, count], "slot_P": [0], "position_P": [length - count]}
+        named = {
+            name: torch.tensor(value, dtype=torch.int32, device=device)
+            for name, value in numbers.items()
+        }
+        found = paged_prefill_attention(
+            query.to(device), cache.kv, cache.block_table_SB, scale=1 / 16, few_lanes=True,
+            seen_N=seen.to(device), launch=Launch(arrivals=arrivals), **named,
+        )  # fmt: skip
+        assert not arrivals.any(), "a counter was not reset"
+        k, v = keys[0, :, 0].double(), values[0, :, 0].double()
+        scores = query.double() @ k.T / 16
+        hidden = torch.arange(length) >= seen[:, None, None]
+        wanted = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).flatten(1)
+        error = 2e-3 if dtype == torch.float16 else 1.6e-2
+        torch.testing.assert_close(found.cpu().double(), wanted, rtol=error, atol=error)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+def test_tiles_of_few_lanes_fit_small_gpus() -> None:
+    """Sixteen rows, shared among five programs, where others have more and are not shared."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    bf16, found = torch.bfloat16, {}
+    for few_lanes in (False, True):
+        launch = record_launch(
+            prefill_attention,
+            lambda few=few_lanes: paged_prefill_attention(
+                new(50, 8, 256, dtype=bf16), new(57, 2, 16, 1, 256, dtype=bf16), new(1, 56),
+                query_start_P1=new(2), slot_P=new(1), position_P=new(1), seen_N=new(50),
+                scale=0.1, launch=Launch(arrivals=new(PREFILL_ARRIVALS)), few_lanes=few,
+            ),
+            prefill_triton,
+        )  # fmt: skip
+        shape = launch.arguments["shape"]
+        found[few_lanes] = shape.rows.value, shape.splits.value, launch.grid
+    assert found == {False: (64, 2, (1, 7, 2)), True: (16, 5, (1, 25, 5))}
+    compiled, _ = compile_kernel(launch)
+    assert compiled.metadata.shared <= SHARED_BYTES[8, 6]
 
 
 def test_a_count_of_each_lane_is_wanted() -> None:

@@ -13,7 +13,11 @@ import torch
 
 from graphengine.cli import main as cli
 from graphengine.core.recorded_rows import record_rows
+from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS
 from graphengine.models.inner.weights import InnerWeights
+from graphengine.models.policies import read_policy_config
+from graphengine.policies.denoiser import counters_needed, denoiser_plans
+from graphengine.policies.sketch import policy_rows
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import Subject, model_shape
 
@@ -86,6 +90,18 @@ def test_each_denoising_step_is_listed(capsys: pytest.CaptureFixture[str]) -> No
         # Rotating keys and attending, for the prefix, the state and each step.
         assert count[f"KV {layer}"] == 2 * (1 + 1 + 10) - last
     assert count["KV 18"] == 0
+    # Five programs share the keys of the state, and of each 16 of the actions' 400 rows.
+    rows = tables["chunk/816"]
+    grids = Counter(tuple(row["grid"]) for row in rows if row["kernel"].startswith("prefill_"))
+    assert grids == {(1, 102, 1): 18, (1, 1, 5): 17, (1, 25, 5): 180}
+
+
+def test_a_wider_expert_has_more_counters() -> None:
+    """Its products are split, and need more counters than attention does."""
+    config = read_policy_config({"type": "pi0", "action_expert_variant": "gemma_2b"})
+    plans = denoiser_plans(config, torch.bfloat16, torch.device("meta"))
+    assert counters_needed(config, plans) > PREFILL_ARRIVALS
+    assert len(policy_rows(config, 64, torch.bfloat16)) > 1000
 
 
 def test_text_says_on_which_gpu(capsys: pytest.CaptureFixture[str]) -> None:
