@@ -72,20 +72,24 @@ class PolicyConfig:
     periods: tuple[float, float]
 
 
+def is_policy(config: HfConfig) -> bool:
+    """Whether a `config.json` is that of a policy, which `Policy` opens and `Engine` does not."""
+    named = config.get("model_type") == "pi0" or config.get("architectures") == [ARCHITECTURE]
+    return named or config.get("type") == "pi0"
+
+
 def read_policy_config(config: HfConfig) -> PolicyConfig:
     """The policy of a `config.json`. ValueError, with key and value, for what is not supported."""
-    names = config.get("architectures")
+    if not is_policy(config):
+        key, wanted = ("architectures", ARCHITECTURE) if "type" not in config else ("type", "pi0")
+        raise unsupported(key, config.get(key), f"{wanted!r}; `Engine` opens language models")
     if config.get("type") == "pi0":
         parts = {
             "vlm_config": _variant(config, "paligemma_variant", "gemma_2b"),
             "dit_config": _variant(config, "action_expert_variant", "gemma_300m"),
         }
-    elif config.get("model_type") == "pi0" or names == [ARCHITECTURE]:
-        parts = {name: _part(config, name) for name in _DEFAULTS}
     else:
-        raise unsupported(
-            "architectures", names, f"{ARCHITECTURE!r}; `Engine` opens language models"
-        )
+        parts = {name: _part(config, name) for name in _DEFAULTS}
     prefix = gemma.read_config(parts["vlm_config"], ARCHITECTURE)
     # Actions have no tokens: its embedding is never read.
     expert = replace(gemma.read_config(parts["dit_config"], ARCHITECTURE), vocab_size=1)

@@ -54,6 +54,7 @@ from graphengine.models.families import (
     starcoder2,
 )
 from graphengine.models.hf.config_schema import HfConfig, read_key
+from graphengine.models.policies import is_policy
 
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "CohereForCausalLM": cohere.read_config,
@@ -143,6 +144,8 @@ def read_model_config(config: HfConfig) -> ModelConfig:
 
 def _architecture(config: HfConfig) -> str:
     """One of `FAMILIES`, from `architectures`, or from `model_type` where there are none."""
+    if is_policy(config):
+        raise ValueError("config.json is that of a robot's policy: `Policy` opens it, not `Engine`")
     architectures, model_type = read_key(config, "architectures"), read_key(config, "model_type")
     known = ", ".join(sorted(FAMILIES))
     if architectures:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.policies import IMAGE, save_policy
-from graphengine import Policy, PromptParts
+from graphengine import Engine, Policy, PromptParts
 from graphengine.buckets import StaticBuffers
 from graphengine.models.policies import read_policy_config
 from graphengine.policies.action_step import ActionStep
@@ -419,6 +419,13 @@ def test_configs_that_are_not_supported(
     (tmp_path / "model.safetensors").symlink_to(oracle.path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         Policy.from_pretrained(tmp_path, device="cpu", **OPTIONS)
+
+
+def test_engines_and_policies_name_each_other(oracle: Oracle) -> None:
+    with pytest.raises(ValueError, match="a robot's policy: `Policy` opens it, not `Engine`"):
+        Engine.from_pretrained(str(oracle.path), device="cpu")
+    with pytest.raises(ValueError, match="has type='pi05': supported: 'pi0'; `Engine`"):
+        read_policy_config({"type": "pi05"})
 
 
 def test_the_older_name_of_the_steps() -> None:
