@@ -8,7 +8,6 @@ core, too.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from typing import Any, Unpack
 
 from graphengine.buckets.mailbox import Payloads
+from graphengine.buckets.threads import OwnThread
 from graphengine.config import EngineConfig
 from graphengine.core.commands import SlotOperations
 from graphengine.core.delivery import Delivery
@@ -152,7 +152,7 @@ class EngineCore:
         self.closed = False
         self.broken: str | None = None
         self.interrupts = HeldInterrupts()
-        self._owner: threading.Thread | None = None
+        self.check_thread = OwnThread("engine").check
         self._busy_in: str | None = None
         self._counter_of = {key: key.counter for key in runtime.graphs}
 
@@ -177,19 +177,6 @@ class EngineCore:
         if self.broken is not None:
             raise RuntimeError(f"the engine is broken, close it: {self.broken}")
         self.check_thread()
-
-    def check_thread(self) -> None:
-        """Own the engine where no living thread does; RuntimeError while another one owns it."""
-        owner = self._owner
-        if owner is not None and owner.ident == threading.get_ident():
-            return
-        caller = threading.current_thread()
-        if owner is not None and owner.is_alive():
-            raise RuntimeError(
-                f"called from thread {caller.name!r}, but thread {owner.name!r} uses this engine: "
-                "call all of its methods from one thread, such as through a queue"
-            )
-        self._owner = caller
 
     def _break(self, error: BaseException) -> None:
         """Mark the engine as broken: after this exception host and device may disagree.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -17,6 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from graphengine.buckets import BucketLadder, StaticBuffers, capture_all
+from graphengine.buckets.threads import OwnThread
 from graphengine.kernels.norm_rope.embedding import GIVEN
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.policies import MOST_STEPS, PolicyConfig, read_policy_config
@@ -44,7 +44,8 @@ class Policy:
             actions = policy.act(PromptParts(image_embeds, token_ids), state, seed=7)
 
     All memory is allocated and every graph captured by `from_pretrained`. It serves one robot: one
-    chunk is computed at a time. Only one thread may call it.
+    chunk is computed at a time. The first thread that calls owns it, until that thread has ended;
+    another one's call is a RuntimeError.
 
     config       sizes and steps
     max_prefix   the longest prefix, in positions
@@ -71,7 +72,7 @@ class Policy:
         fields = policy_fields(config, self.max_prefix, self.dtype, counters=counters)
         self._buffers = StaticBuffers(fields, device, staging_blocks=2)
         self._launched, self._closed = 0, False
-        self._thread = threading.get_ident()
+        self._check_thread = OwnThread("policy").check
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
             torch.cuda.synchronize(device)
@@ -221,6 +222,7 @@ class Policy:
         """Free graphs and memory; tensors that `act` returned must not be used any more."""
         if self._closed:
             return
+        self._check_thread()
         self._finish_last()
         self._closed = True
         for graph in self._graphs.values():
@@ -246,8 +248,7 @@ class Policy:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("the policy is closed")
-        if threading.get_ident() != self._thread:
-            raise ValueError("a policy may be used by the thread that opened it alone")
+        self._check_thread()
 
     def _on_stream(self) -> Any:
         return torch.cuda.stream(self._stream)

@@ -336,10 +336,28 @@ def test_values_beyond_the_dtype(oracle: Oracle) -> None:
 
 
 def test_another_thread_is_refused(policy: Policy) -> None:
+    policy.act([5], [1.0])
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(policy.act, [5], [1.0])
-        with pytest.raises(ValueError, match="the thread that opened it"):
-            call.result()
+        for call in (pool.submit(policy.act, [5], [1.0]), pool.submit(policy.close)):
+            with pytest.raises(RuntimeError, match="but thread 'MainThread' uses this policy"):
+                call.result()
+    assert policy.act([5], [1.0]).isfinite().all()
+
+
+def test_a_pool_may_open_it_and_try_it(oracle: Oracle) -> None:
+    """Its thread owns the policy until it has ended."""
+
+    def warmed_up() -> Policy:
+        opened = Policy.from_pretrained(oracle.path, device="cpu", **OPTIONS)
+        opened.act([5], [1.0])
+        return opened
+
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(warmed_up).result()
+        with pytest.raises(RuntimeError, match="called from thread 'MainThread', but thread"):
+            opened.act([5], [1.0])
+    with opened:
+        assert opened.act([5], [1.0]).isfinite().all()
 
 
 def test_a_closed_policy_says_so(oracle: Oracle) -> None:
