@@ -20,7 +20,8 @@ their greatest need, or all but the oldest fit the swap area. No bound exceeds t
 positions past the request's end are never written, except a few by its drafter, and those are part
 of that need. So either the pool holds all requests, or each pause finds its swap blocks. The oldest
 request is never paused and its greatest need fits the pool, so it advances by at least one token in
-every plan until all its tokens are in flight. It finishes, and so does every request after it.
+every plan until all its tokens are in flight; if it sits out, in the first plan after its last
+token was read. It finishes, and so does every request after it.
 
 Blocks that a request shares with others, or with a session (`reuse.py`), do not change this. Each
 request is counted as if all its blocks were its own, so together they use no more than the sum.
@@ -292,7 +293,6 @@ class Scheduler:
             self._repeats -= 1
             count_launch(self._last)
             return self._last
-        self._repeats = 0
         rows = self._grow_or_pause()
         sat_out = sitting_out(self.active) if self.guided else 0
         if not self._changes.swap_out:

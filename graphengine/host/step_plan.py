@@ -135,7 +135,8 @@ def count_launch(plan: Plan) -> None:
             job = request.job
             placement = job.placement
             assert placement is not None
-            placement.least = min(placement.least + steps, job.max_new_tokens)
+            least, most = placement.least + steps, job.max_new_tokens
+            placement.least = least if least < most else most
         return
     for request in plan.rows:
         request.job.placed.least += steps

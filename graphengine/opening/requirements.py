@@ -78,6 +78,7 @@ def check_packing(
         "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,
+        "adapters": config.adapters,
         "max_adapters": config.adapter_slots,
         "prompt_embeds": config.prompt_embeds,
         "record_routing": config.record_routing,

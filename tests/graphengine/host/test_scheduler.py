@@ -36,7 +36,7 @@ from hypothesis.stateful import (
 from extent import extent
 from graphengine.host.block_pool import BlockPool
 from graphengine.host.scheduler import Scheduler
-from graphengine.host.step_plan import Plan
+from graphengine.host.step_plan import Plan, must_read
 from graphengine.program.fields import host_updates
 from graphengine.requests.grammars import Guide
 from graphengine.requests.job import Job
@@ -1584,6 +1584,21 @@ def test_only_a_request_that_the_host_reads_first_sits_out() -> None:
     scheduler.retire(first)
     scheduler.retire(second)
     assert (scheduler.guided, scheduler.lookahead) == (0, 1)
+
+
+def test_those_that_sit_out_stay_in_step_beside_a_paused_request() -> None:
+    scheduler = make_scheduler(slots=3, kv_blocks=64, swap_blocks=0, lookahead=1)
+    first, second, plain = (submit(scheduler, 5, 9) for _ in range(3))
+    for request in (first, second):
+        request.job.guide = Guide.__new__(Guide)
+    run_until(scheduler, plain, Phase.DECODE)
+    first.job.tokens += [7] * first.job.placed.most
+    assert second.job.waits and not first.job.waits
+    assert not must_read(scheduler.active)
+    plain.phase = Phase.PAUSED
+    assert must_read(scheduler.active)
+    second.job.tokens += [7] * second.job.placed.most
+    assert not must_read(scheduler.active)
 
 
 @pytest.mark.parametrize(("lookahead", "width", "guided"), [(1, 1, 0.5), (2, 1, 0.3), (1, 4, 0.5)])
