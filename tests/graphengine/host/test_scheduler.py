@@ -1601,6 +1601,33 @@ def test_those_that_sit_out_stay_in_step_beside_a_paused_request() -> None:
     assert not must_read(scheduler.active)
 
 
+def test_a_request_that_resumes_before_its_token_is_read_sits_out() -> None:
+    scheduler = make_scheduler(slots=2, kv_blocks=64, lookahead=1)
+    plain, guided = submit(scheduler, 5, 9), submit(scheduler, 5, 9)
+    guided.job.guide = Guide.__new__(Guide)
+    run_until(scheduler, guided, Phase.DECODE)
+    scheduler._pause(guided)
+    assert plan_of(scheduler).swap_out
+    plan = plan_of(scheduler)
+    assert plan.swap_in and guided.phase is Phase.DECODE and plan.rows == (plain,)
+    guided.job.tokens.append(7)
+    assert plan_of(scheduler).rows == (plain, guided)
+
+
+def test_launches_have_one_step_beside_a_request_that_sits_out() -> None:
+    scheduler = make_scheduler(slots=2, kv_blocks=64, lookahead=1, steps_per_launch=3)
+    plain = submit(scheduler, 5, 40)
+    run_until(scheduler, plain, Phase.DECODE)
+    assert plan_of(scheduler).steps == 3
+    guided = submit(scheduler, 5, 9)
+    guided.job.guide = Guide.__new__(Guide)
+    run_until(scheduler, guided, Phase.DECODE)
+    plan = plan_of(scheduler)
+    assert (plan.rows, plan.steps) == ((plain,), 1)
+    scheduler.retire(guided)
+    assert plan_of(scheduler).steps == 3
+
+
 @pytest.mark.parametrize(("lookahead", "width", "guided"), [(1, 1, 0.5), (2, 1, 0.3), (1, 4, 0.5)])
 def test_small_pools_serve_requests_that_sit_out(lookahead: int, width: int, guided: float) -> None:
     sizes: dict[str, Any] = {"lookahead": lookahead, "width": width, "guided": guided}
