@@ -30,7 +30,6 @@ from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelWeights, Shaped
 from graphengine.models.inner.drawn import FrameCoder
-from graphengine.models.inner.inner_decoder import InnerDecoder
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates, side_by_side
@@ -126,7 +125,7 @@ class Composition(ABC):
         """Rows of the embedding: `vocab_size`, and one more where frames have a code that stands
         for what was before the first one.
         """
-        return self.vocab_size + (self.inner.begins if isinstance(self.inner, InnerDecoder) else 0)
+        return self.vocab_size + (0 if self.inner is None else self.inner.begins)
 
     @property
     def by_kind(self) -> bool:

@@ -24,7 +24,7 @@ from graphengine.drafters import FieldSizes
 from graphengine.host.step_plan import Plan
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.frames.embed import Fed, FedCodes, FedRows
-from graphengine.models.inner.drawn import FrameCoder, FrameWeights, fed_books
+from graphengine.models.inner.drawn import FrameCoder, FrameWeights
 from graphengine.models.inner.weights import InnerWeights
 from graphengine.requests.frames import StreamedRows
 from graphengine.requests.request import Request
@@ -45,7 +45,7 @@ def fed_fields(config: FrameCoder, sizes: FieldSizes, steps: int) -> list[Field]
     """
     if not config.fed:
         return []
-    ring, books = max(FED_RING, steps), fed_books(config)
+    ring, books = max(FED_RING, steps), config.fed_books
     return [
         Field(
             name=FED_ROWS,
@@ -76,7 +76,7 @@ def fed_rows(weights: FrameWeights, buffers: StaticBuffers) -> Fed | None:
         return None
     bound, rows = buffers[FED_BOUND], buffers[FED_ROWS]
     if isinstance(weights, InnerWeights) and weights.fed_codes is not None:
-        return FedCodes(rows.view(len(bound), -1, fed_books(config)), bound, weights.fed_codes)
+        return FedCodes(rows.view(len(bound), -1, config.fed_books), bound, weights.fed_codes)
     return FedRows(rows.view(weights.frames.dtype).view(len(bound), -1, config.width), bound)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphengine.kernels.core.lanes import BITS
-from graphengine.models.inner.drawn import FrameCoder, begins, fed_books
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.inner.parallel_heads import ParallelHeads
 from graphengine.options.code_sampling import DrawnCode
 from graphengine.options.frames import FREE, Feed, checked_rows
@@ -83,7 +83,7 @@ def given_frames(
     ValueError for codes that the model does not have, and for too many frames.
     """
     forced = params.given_codes
-    if inner is not None and forced is None and begins(inner) and most:
+    if inner is not None and forced is None and inner.begins and most:
         first = np.array([[*[FREE] * 2, *(rows - 1 for rows in inner.codebooks[2:])]], np.int16)
         return first
     if forced is None or inner is None:
@@ -103,7 +103,7 @@ def check_frame_prompt(prompt: Sequence[int], inner: FrameCoder | None) -> None:
     """
     if isinstance(inner, ParallelHeads):
         inner.check_prompt(prompt)
-    if inner is not None and begins(inner):
+    if inner is not None and inner.begins:
         for index, token in enumerate(prompt):
             if token >= 0:
                 raise ValueError(
@@ -222,7 +222,7 @@ def new_streamed_rows(
                 f"speak, such as Qwen3-Omni's talker"
             )
         return None
-    books = fed_books(inner)
+    books = inner.fed_books
     if feed is None and books:
         raise ValueError(
             f"feed=None: this model hears {books} codes beside each frame, and needs at least "
@@ -250,7 +250,7 @@ def new_streamed_rows(
 
 def bits_of(name: str, rows: object, inner: FrameCoder, dtype: torch.dtype) -> Bits:
     """A caller's rows, rounded to the model's dtype, or codes; ValueError for others."""
-    found, books = checked_rows(name, rows), fed_books(inner)
+    found, books = checked_rows(name, rows), inner.fed_books
     told = f"feed: {name} of shape {list(found.shape)}"
     of_a_kind = found.is_floating_point() != bool(books)
     if found.shape[1] != (books or inner.width) or not of_a_kind:

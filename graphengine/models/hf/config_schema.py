@@ -525,15 +525,8 @@ def unknown_keys(config: HfConfig) -> list[str]:
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
         *(*SMOLLM3_KEYS, *STARCODER2_KEYS, *GPT_BIGCODE_KEYS, *GPT_NEOX_KEYS),
-        *(
-            *COHERE2_KEYS,
-            *STABLELM_KEYS,
-            *GEMMA4_KEYS,
-            *CSM_KEYS,
-            *HIGGS_KEYS,
-            *TALKER_KEYS,
-            *MOSHI_KEYS,
-        ),
+        *(*COHERE2_KEYS, *STABLELM_KEYS, *GEMMA4_KEYS),
+        *(*CSM_KEYS, *HIGGS_KEYS, *TALKER_KEYS, *MOSHI_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS | HUNYUAN_MOE_KEYS

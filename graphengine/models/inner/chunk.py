@@ -8,12 +8,15 @@ Letters: N lanes, Q query heads, D head_dim.
 
 from __future__ import annotations
 
+from typing import cast
+
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
-from graphengine.models.blocks.gqa import AttentionWeights
+from graphengine.models.blocks.gqa import AttentionWeights, PagedMemory
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.contract import Model
 from graphengine.models.decoder import DecoderModel
+from graphengine.models.decoder_steps import with_memory
 from graphengine.models.launches import ChunkAttention, DecodeLaunch
 from graphengine.models.states import StateTensors
 
@@ -41,19 +44,20 @@ def decode_chunk(
     """
     assert isinstance(model, DecoderModel), f"{type(model)=}"
     slot, rows = lanes.slot, DecodeLanes(lanes.token, lanes.slot, lanes.position)
-    paged = [*states.paged()]
-    for step in model.steps:
+    last = model.steps[-1].layer
+    memory_of = with_memory(model.steps, states, None, residual.scaled, len(residual.x))
+    for step, memory in memory_of:
         block = step.block
         if isinstance(block, SwigluWeights):
             residual = block.decode(rows, residual, step.next_norm, launch)
             continue
         assert isinstance(block, AttentionWeights), f"{type(block)=}"
-        cache, table = paged.pop(0)
+        cache, table, _ = cast("PagedMemory", memory)
         heads, size = block.block.num_heads, block.block.q_size
         qkv = block.qkv_product(residual, slot, launch)
         placed = slot, lanes.position, cache, table, step.tables
         queries = block.append(qkv, heads, *placed, launch)
-        if states_alone and not paged:
+        if states_alone and step.layer == last:
             break
         attended = attention(
             queries,

@@ -17,18 +17,6 @@ FrameCoder = InnerDecoder | ParallelHeads
 FrameWeights = InnerWeights | HeadsWeights
 
 
-def begins(config: FrameCoder) -> bool:
-    """Whether all codes of a frame of sound but its first come one frame late, each codebook with a
-    code for what was before the first frame.
-    """
-    return isinstance(config, InnerDecoder) and bool(config.begins)
-
-
-def fed_books(config: FrameCoder) -> int:
-    """Codes of a row that streams into a frame; 0 where rows are embeddings, or none stream in."""
-    return config.fed_books if isinstance(config, InnerDecoder) else 0
-
-
 def allocate_frames(
     config: FrameCoder, embedding: Tensor, *, device: str, dtype: torch.dtype
 ) -> FrameWeights:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphengine.kernels.frames.embed import sum_of_codes
 from graphengine.models.contract import Model
-from graphengine.models.inner.drawn import FrameCoder, begins, fed_books
+from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.inner.late_codes import delayed, undelayed
 from graphengine.models.inner.parallel_heads import Codes, ParallelHeads
 from graphengine.models.inner.weights import InnerWeights
@@ -32,7 +32,7 @@ def delay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
     """Implements `Engine.delay_frames`."""
     inner = _coder(model, "delay_frames")
     found = checked_codes(codes, inner, heard=True).astype(np.int32)
-    if begins(inner):
+    if inner.begins:
         return delayed(found, inner.steps, begin=inner.codebooks[-1] - 1)
     return inner.delayed(found) if isinstance(inner, ParallelHeads) else found
 
@@ -41,7 +41,7 @@ def undelay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
     """Implements `Engine.undelay_frames`."""
     inner = _coder(model, "undelay_frames")
     found = checked_codes(codes, inner).astype(np.int32)
-    if begins(inner):
+    if inner.begins:
         return undelayed(found)
     return inner.undelayed(found) if isinstance(inner, ParallelHeads) else found
 
@@ -63,7 +63,7 @@ def checked_codes(
 
     heard  whether the P codes that stream in may follow those of a frame
     """
-    theirs = fed_books(inner) if heard else 0
+    theirs = inner.fed_books if heard else 0
     widths = (inner.steps, inner.steps + theirs) if theirs else (inner.steps,)
     wanted = f"integers [frames, {' or '.join(map(str, widths))}]"
     try:

@@ -65,6 +65,16 @@ class ParallelHeads:
         return False
 
     @property
+    def fed_books(self) -> int:
+        """0: as nothing streams in, no codes do."""
+        return 0
+
+    @property
+    def begins(self) -> int:
+        """0: codes have delays of their own."""
+        return 0
+
+    @property
     def head_rows(self) -> int:
         """Codes that the first head knows."""
         return self.codes

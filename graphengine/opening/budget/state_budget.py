@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphengine.buckets import Field, MemoryBudget, buffer_bytes, field_groups
-from graphengine.models.inner.drawn import fed_books
 from graphengine.models.states import kv_scale_bytes
 from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
@@ -73,7 +72,7 @@ def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field
         own = frame_fields(model.inner, shape.field_sizes)
         apart["state of frames"] = sum(field.nbytes for field in own)
         if model.inner.fed:
-            codes = fed_books(model.inner)
+            codes = model.inner.fed_books
             apart["codes that stream in" if codes else "embeddings of frames"] = _fed_bytes(shape)
     if config.prompt_embeds:
         apart["prompt embeddings"] = next(
