@@ -1,8 +1,7 @@
 """Checks of the numbers that options take: one set of rules for all options.
 
 Integers are Python's and NumPy's; numbers are these, floats and fractions. True and a Decimal are
-neither. Checked values are stored as Python's own numbers, as NumPy's overflow. Tensors and arrays
-of a caller become dense tensors.
+neither. Checked values are stored as Python's own numbers, as NumPy's overflow.
 """
 
 from __future__ import annotations
@@ -13,11 +12,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeGuard
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 INT32_MAX = 2**31 - 1
 _SHOWN_CHARACTERS = 100
@@ -97,34 +91,6 @@ def check_at_least(name: str, value: object, least: int, most: int = INT32_MAX) 
     """ValueError unless `value` is an integer from `least` to `most`."""
     if not is_int(value) or not least <= value <= most:
         raise ValueError(f"{name}={shown(value)} must be an integer in [{least}, {most}]")
-
-
-def plain_tensor(name: str, given: Tensor | NDArray[Any]) -> Tensor:
-    """A caller's tensor without its history, or a copy of an array of any strides and byte order.
-
-    ValueError for a tensor that is not dense or has no values, and for an array of anything but
-    numbers and booleans.
-    """
-    if isinstance(given, np.ndarray):
-        if given.dtype.kind not in "biufc":
-            raise ValueError(f"{name} must be numbers, not {shown(given)} of {given.dtype}")
-        native = given.dtype.newbyteorder("=")
-        # Torch has no wider floats.
-        narrow = {np.longdouble: np.float64, np.clongdouble: np.complex128}.get(native.type, native)
-        return torch.from_numpy(np.array(given, dtype=narrow, order="C"))
-    if given.layout != torch.strided or given.is_meta or given.is_nested or given.is_quantized:
-        kind = "nested " if given.is_nested else "quantised " if given.is_quantized else ""
-        raise ValueError(
-            f"{name} must be dense, with values, not a {kind}tensor of {given.layout} and "
-            f"{given.dtype} on {given.device}"
-        )
-    return given.detach()
-
-
-def holds_integers(tensor: Tensor) -> bool:
-    """Whether its dtype is one of integers; that of booleans is none."""
-    other = tensor.is_floating_point() or tensor.is_complex()
-    return not other and tensor.dtype != torch.bool
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

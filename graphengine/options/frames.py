@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphengine.options.checks import holds_integers, plain_tensor, shown
+from graphengine.options.callers_tensors import holds_integers, plain_tensor
+from graphengine.options.checks import shown
 
 FREE = -1
 """A code that is drawn."""

@@ -21,7 +21,8 @@ from graphengine.kernels.norm_rope.embedding import GIVEN
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.policies import MOST_STEPS, PolicyConfig, read_policy_config
 from graphengine.models.quantised.config import quantisation_of
-from graphengine.options.checks import check_at_least, is_int, plain_tensor, shown
+from graphengine.options.callers_tensors import plain_tensor
+from graphengine.options.checks import check_at_least, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.policies.action_step import ActionStep, policy_fields
 from graphengine.policies.denoiser import counters_needed, denoiser_plans

@@ -13,7 +13,8 @@ from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.inner.late_codes import delayed, undelayed
 from graphengine.models.inner.parallel_heads import Codes, ParallelHeads
 from graphengine.models.inner.weights import InnerWeights
-from graphengine.options.checks import holds_integers, plain_tensor, shown
+from graphengine.options.callers_tensors import holds_integers, plain_tensor
+from graphengine.options.checks import shown
 
 
 def embed_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Tensor:
