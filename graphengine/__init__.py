@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from graphengine.core.snapshots import SessionSnapshot
     from graphengine.engine import Engine
     from graphengine.options.code_sampling import CodeSampling
-    from graphengine.options.draft_trees import DynamicTree
-    from graphengine.options.draft_vocabulary import DraftVocabulary
+    from graphengine.options.drafts.draft_trees import DynamicTree
+    from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
+    from graphengine.options.drafts.jump_forward import JumpForward
     from graphengine.options.frames import Feed
-    from graphengine.options.jump_forward import JumpForward
     from graphengine.parallel.ranks import RankFailed
     from graphengine.policies.policy import Policy
     from graphengine.prompt_embeds import GridEmbeds, ImageEmbeds
@@ -93,16 +93,16 @@ _HOMES = {
     "Chat": "graphengine.prompts",
     "DraftModel": "graphengine.speculative",
     "CodeSampling": "graphengine.options.code_sampling",
-    "DraftVocabulary": "graphengine.options.draft_vocabulary",
+    "DraftVocabulary": "graphengine.options.drafts.draft_vocabulary",
     "DFlash": "graphengine.speculative",
-    "DynamicTree": "graphengine.options.draft_trees",
+    "DynamicTree": "graphengine.options.drafts.draft_trees",
     "Eagle3": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.requests.request",
     "Feed": "graphengine.options.frames",
     "GateOptions": "graphengine.speculative",
-    "JumpForward": "graphengine.options.jump_forward",
+    "JumpForward": "graphengine.options.drafts.jump_forward",
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
     "GridEmbeds": "graphengine.prompt_embeds",

@@ -19,7 +19,7 @@ from graphengine.options.adapters import adapter_pair, adapters_of_pairs, read_a
 from graphengine.options.calibration import read_calibration
 from graphengine.options.checks import INT32_MAX, check_path, is_finite, is_int
 from graphengine.options.devices import DTYPES, check_device, usual_device
-from graphengine.options.draft_schedule import DraftSchedule
+from graphengine.options.drafts.draft_schedule import DraftSchedule
 from graphengine.options.logits_params import LogprobsMode
 from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.options.prefill_cut import PrefillCut

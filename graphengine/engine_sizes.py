@@ -14,8 +14,8 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily, row_family
 from graphengine.options.adapters import USUAL_ADAPTERS, read_adapters
 from graphengine.options.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
-from graphengine.options.draft_schedule import DraftSchedule
-from graphengine.options.mode import Mode
+from graphengine.options.drafts.draft_schedule import DraftSchedule
+from graphengine.options.drafts.mode import Mode
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     Auto,

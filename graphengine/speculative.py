@@ -1,8 +1,8 @@
 """What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
-Each drafter's options are one `Mode` here (`options/mode.py` says what modes have in common);
-`graphengine.drafters` has the drafters themselves. With options alone nothing is read and nothing
-allocated: whether a mode fits a checkpoint is found out when an engine opens.
+Each drafter's options are one `Mode` here; `options/drafts/mode.py` says what modes have in common,
+and `graphengine.drafters` has the drafters themselves. Options alone read and allocate nothing:
+whether a mode fits a checkpoint is found out when an engine opens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from graphengine.options.checks import (
     is_number,
     keep_plain_numbers,
 )
-from graphengine.options.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
-from graphengine.options.draft_vocabulary import DraftVocabulary, describe_vocabulary
-from graphengine.options.jump_forward import JumpForward
-from graphengine.options.mode import Mode, check_drafts
+from graphengine.options.drafts.draft_trees import (
+    StaticTree,
+    Tree,
+    TreeOption,
+    check_tree,
+    read_tree,
+)
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary, describe_vocabulary
+from graphengine.options.drafts.jump_forward import JumpForward
+from graphengine.options.drafts.mode import Mode, check_drafts
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from graphengine.options.draft_trees import DynamicTree
-from graphengine.options.draft_vocabulary import DraftVocabulary
-from graphengine.options.jump_forward import JumpForward
-from graphengine.options.mode import Mode
+from graphengine.options.drafts.draft_trees import DynamicTree
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.jump_forward import JumpForward
+from graphengine.options.drafts.mode import Mode
 from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR, VOCABULARY_GRAMMAR
 from graphengine.options.table import read_integers
 from graphengine.speculative import (

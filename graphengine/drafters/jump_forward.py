@@ -12,7 +12,7 @@ from torch import Tensor
 from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.target import Target
-from graphengine.options.jump_forward import JumpForward
+from graphengine.options.drafts.jump_forward import JumpForward
 
 
 class JumpForwardDrafter(Drafter):

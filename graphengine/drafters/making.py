@@ -22,8 +22,8 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
 from graphengine.models.launches import WHOLE, Share
-from graphengine.options.jump_forward import JumpForward
-from graphengine.options.mode import Mode
+from graphengine.options.drafts.jump_forward import JumpForward
+from graphengine.options.drafts.mode import Mode
 from graphengine.speculative import (
     MTP,
     DFlash,

@@ -21,7 +21,7 @@ from typing import Any
 from graphengine import Engine, EngineConfig, Result
 from graphengine.drafters.base import StepSizes
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.options.mode import Mode
+from graphengine.options.drafts.mode import Mode
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import comparable, drain, with_launches

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from graphengine.options.draft_trees import DynamicTree
-from graphengine.options.draft_vocabulary import DraftVocabulary
-from graphengine.options.jump_forward import JumpForward
+from graphengine.options.drafts.draft_trees import DynamicTree
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.jump_forward import JumpForward
 from graphengine.options.option_syntax import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.speculative import (
     MTP,

@@ -40,7 +40,7 @@ from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkp
 from graphengine.models.launches import Share
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.opening.loading import load_checkpoint, plan_checkpoint, read_checkpoint
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.ranks import RankFailed, Ranks
 from graphengine.speculative import MTP, DraftModel, Eagle3

@@ -37,7 +37,7 @@ from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, Key, read_keys, unsupported
 from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 from graphengine.options.checks import INT32_MAX, some
-from graphengine.options.draft_vocabulary import offset_ids
+from graphengine.options.drafts.draft_vocabulary import offset_ids
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from graphengine.kernels.draft.trees.dynamic_tree import DraftedTrees, expand_tr
 from graphengine.kernels.draft.trees.tree_candidates import Candidates, Children
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.launches import DecodeLaunch
-from graphengine.options.draft_trees import DynamicTree
+from graphengine.options.drafts.draft_trees import DynamicTree
 
 _PARENT, _DEPTH, _ANCESTOR = "tree_parent", "tree_depth", "tree_ancestor"
 

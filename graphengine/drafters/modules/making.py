@@ -12,7 +12,7 @@ from graphengine.drafters.modules.tree import TreeEagle
 from graphengine.drafters.modules.tree_growth import StaticGrowth
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import paged_states, recurrent_states
-from graphengine.options.draft_trees import DynamicTree, Tree
+from graphengine.options.drafts.draft_trees import DynamicTree, Tree
 from graphengine.speculative import ModuleMode
 
 

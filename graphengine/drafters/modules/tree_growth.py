@@ -27,7 +27,7 @@ from graphengine.kernels.draft.trees.tree import ParentRun, TreeLevel, grow_tree
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.launches import DecodeLaunch
-from graphengine.options.draft_trees import StaticTree, Tree
+from graphengine.options.drafts.draft_trees import StaticTree, Tree
 
 RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]
 """Runs a module on its combined input and a new stream for its lanes. The lanes are nodes of trees

@@ -20,7 +20,7 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.options.draft_vocabulary import (
+from graphengine.options.drafts.draft_vocabulary import (
     DraftVocabulary,
     frequent_tokens,
     read_offsets,

@@ -18,8 +18,8 @@ from graphengine import (
     Suffix,
     UserProvided,
 )
-from graphengine.options.jump_forward import JumpForward
-from graphengine.options.mode import Mode
+from graphengine.options.drafts.jump_forward import JumpForward
+from graphengine.options.drafts.mode import Mode
 
 PACKED = {"device": "cpu", "prompts_per_prefill": 3, "max_batch": 4}
 LENGTHS = (5, 20, 1, 40, 9, 12)

@@ -19,7 +19,7 @@ from engines.speculation import (
 )
 from graphengine import Engine
 from graphengine.kernels.draft import confidence
-from graphengine.options.mode import Mode
+from graphengine.options.drafts.mode import Mode
 from graphengine.speculative import MTP, GateOptions
 
 LEAST = 0.4

@@ -25,7 +25,7 @@ from graphengine import Engine, EngineConfig, StructuredOutputsParams
 from graphengine.drafters.modules.chain import EagleDrafter
 from graphengine.host.gate import Gate
 from graphengine.models.families import registry
-from graphengine.options.draft_schedule import DraftSchedule
+from graphengine.options.drafts.draft_schedule import DraftSchedule
 from graphengine.speculative import (
     MTP,
     DraftModel,

@@ -22,7 +22,7 @@ from graphengine.drafters import (
     Verified,
     making,
 )
-from graphengine.options.mode import Mode, check_drafts
+from graphengine.options.drafts.mode import Mode, check_drafts
 from graphengine.program.graph_key import decode_key
 from graphengine.speculative import MODES, GateOptions
 

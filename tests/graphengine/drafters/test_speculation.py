@@ -44,7 +44,7 @@ from extent import extent
 from graphengine import DynamicTree, Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.kernels.linear.residual import Residual
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import MTP, Auto, DraftModel, NGram, Speculative, UserProvided
 
 WHOLE = checkpoint_path()

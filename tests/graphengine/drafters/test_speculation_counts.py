@@ -31,7 +31,7 @@ from graphengine import Engine, Event, Request, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import FORCE_ACCEPTED, MTP, DraftModel, NGram, UserProvided
 
 

@@ -46,7 +46,7 @@ from engines.speculation import (
 from extent import extent
 from graphengine import Engine, EngineConfig, Request, SamplingParams
 from graphengine.host.gate import Gate
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import (
     FORCE_ACCEPTED,
     MTP,

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from graphengine.options.draft_vocabulary import (
+from graphengine.options.drafts.draft_vocabulary import (
     DraftVocabulary,
     frequent_tokens,
     read_offsets,
     target_ids,
 )
-from graphengine.options.jump_forward import JumpForward
+from graphengine.options.drafts.jump_forward import JumpForward
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     FORCE_ACCEPTED,

@@ -27,7 +27,7 @@ from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.budget.workspace import Footprint, exchanged_bytes
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.loading import read_checkpoint
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, Subject
 from graphengine.program.graph_key import GraphKey

@@ -34,7 +34,7 @@ from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.budget.memory_plan import MemoryPlan, plan_memory
 from graphengine.opening.budget.workspace import most_groups
 from graphengine.opening.calibration import calibrate
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     MTP,

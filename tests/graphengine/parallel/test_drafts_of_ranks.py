@@ -19,7 +19,7 @@ from checkpoints.block_drafters import write_random
 from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_layers
 from extent import extent
 from graphengine import Engine, PromptParts, SamplingParams
-from graphengine.options.draft_trees import DynamicTree
+from graphengine.options.drafts.draft_trees import DynamicTree
 from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import (
     MTP,

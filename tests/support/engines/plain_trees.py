@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphengine import DynamicTree, Engine, Request, SamplingParams
 from graphengine.kernels.core.philox import gumbel, philox_uint32
-from graphengine.options.draft_trees import StaticTree, Tree
+from graphengine.options.drafts.draft_trees import StaticTree, Tree
 
 Run = Callable[[int, Any, int], tuple[Tensor, Any]]
 """A module's run: from a token, the hidden state before it and its position to logits [V], -inf for

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphengine import Engine
-from graphengine.options.jump_forward import JumpForward
+from graphengine.options.drafts.jump_forward import JumpForward
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP, NGram, Suffix

@@ -55,7 +55,7 @@ from graphengine import Engine, PromptParts, Request
 from graphengine.drafters import FieldSizes
 from graphengine.drafters.modules import chain as eagle
 from graphengine.kernels.attention import reference
-from graphengine.options.draft_trees import Tree
+from graphengine.options.drafts.draft_trees import Tree
 from graphengine.speculative import Eagle3, describe
 from launches.compilation import graph_kernels
 

@@ -27,7 +27,7 @@ from graphengine.drafters import FieldSizes
 from graphengine.drafters.modules import dynamic_growth
 from graphengine.drafters.modules.dynamic_growth import DynamicGrowth
 from graphengine.kernels.attention import reference
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import FORCE_ACCEPTED, MTP, GateOptions
 
 SMALL: dict[str, Any] = {

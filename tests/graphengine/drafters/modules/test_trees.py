@@ -42,8 +42,8 @@ from graphengine.drafters.modules import tree_growth
 from graphengine.drafters.modules.making import _check_trees
 from graphengine.drafters.modules.tree_growth import StaticGrowth
 from graphengine.models.states import Paged, Recurrent
-from graphengine.options.draft_trees import DynamicTree, StaticTree
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_trees import DynamicTree, StaticTree
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import FORCE_ACCEPTED, MTP, GateOptions, RelaxedAcceptance
 
 SMALL: dict[str, Any] = {

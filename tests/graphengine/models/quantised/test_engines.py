@@ -39,7 +39,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.destinations import read_model
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.writer import compressed_tensors
-from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.drafts.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import MTP, DraftModel
 
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graphengine.options.checks import keep_plain_numbers
-from graphengine.options.mode import Mode, check_drafts
+from graphengine.options.drafts.mode import Mode, check_drafts
 
 
 @dataclass(frozen=True, slots=True)

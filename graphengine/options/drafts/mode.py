@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from graphengine.kernels.step.record import MAX_DRAFTS
 from graphengine.options.checks import is_int
-from graphengine.options.draft_trees import Tree
+from graphengine.options.drafts.draft_trees import Tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Options of drafters: what each may do, schedules, trees, vocabularies."""
