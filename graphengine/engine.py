@@ -241,7 +241,7 @@ class Engine(MemoryCalls, runs.FrameCalls):
         on_event: Callable[[Event], None] | None = None,
         **options: Unpack[QueueOptions],
     ) -> list[Request]:
-        """Queue `n` samples of one prompt, whose KV they share; else like `submit`.
+        """Queue `n` samples of one prompt, 1 to 65,536, that share its KV; else like `submit`.
 
         All are queued or none: `QueueFull` if fewer than `n` may wait.
 
@@ -424,7 +424,7 @@ class Engine(MemoryCalls, runs.FrameCalls):
         """
         self.core.check_open()
         check_queue_options("generate_many", options)
-        return runs.generate(self.core, prompts, params, progress, n, **options)
+        return runs.generate_many(self.core, prompts, params, progress, n, **options)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[QueueOptions]

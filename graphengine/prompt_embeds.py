@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.norm_rope.embedding import GIVEN
+from graphengine.options.callers_tensors import plain_tensor
 from graphengine.options.checks import is_int, is_number
 from graphengine.options.prefill_cut import PrefillCut
 
@@ -422,6 +423,8 @@ def _features(given: object, n: int, spec: EmbedsSpec) -> Tensor | None:
     ValueError, with the shapes, for features that the model does not take, and for none where it
     takes some.
     """
+    if isinstance(given, Tensor):
+        given = plain_tensor("deepstack", given)
     shape = getattr(given, "shape", None)
     told = f"deepstack={given!r:.99}" if shape is None else f"deepstack of shape {list(shape)}"
     if not spec.levels:
@@ -431,7 +434,7 @@ def _features(given: object, n: int, spec: EmbedsSpec) -> Tensor | None:
     wanted = (spec.levels, n, spec.hidden_size)
     if not isinstance(given, Tensor) or shape != wanted or not given.is_floating_point():
         raise ValueError(f"{told}: the model takes floating point {list(wanted)} with this grid")
-    rows = given.detach().to("cpu", spec.dtype)
+    rows = given.to("cpu", spec.dtype)
     finite = rows.isfinite().all(dim=2)
     if not finite.all():
         level, row = divmod(int(finite.flatten().int().argmin()), n)

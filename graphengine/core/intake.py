@@ -20,7 +20,14 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.inner.drawn import FrameCoder
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.budget.memory_plan import MemoryPlan
-from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
+from graphengine.options.checks import (
+    check_at_least,
+    check_callable,
+    is_finite,
+    is_int,
+    is_number,
+    shown,
+)
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.program.fields import takes_grids, takes_images
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
@@ -78,10 +85,13 @@ def check_one_prompt(requests: int, options: Mapping[str, Any]) -> None:
         raise ValueError(f"prompt_logprobs_out has room for one request, not for {requests}")
 
 
+MOST_SAMPLES = 65_536
+"""Most samples of a prompt: each is a request that the host makes at once."""
+
+
 def check_samples(n: object) -> None:
     """ValueError unless `n` is a number of samples."""
-    if not is_int(n) or n < 1:
-        raise ValueError(f"n={shown(n)} must be an integer from 1 up")
+    check_at_least("n", n, 1, MOST_SAMPLES)
 
 
 class Intake:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
-from graphengine.core.intake import QueueOptions, check_one_prompt
+from graphengine.core.intake import QueueOptions, check_one_prompt, check_samples
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.models.inner.given_frames import delay_frames, embed_frames, undelay_frames
 from graphengine.options.checks import check_callable, shown
@@ -88,6 +88,19 @@ def generate(
     if n is not None:
         results = [results[first : first + n] for first in range(0, len(results), n)]
     return results if batch else results[0]
+
+
+def generate_many(
+    core: EngineCore,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    progress: Progress | None,
+    n: int,
+    **options: Unpack[QueueOptions],
+) -> Any:
+    """Implements `Engine.generate_many`."""
+    check_samples(n)
+    return generate(core, prompts, params, progress, n, **options)
 
 
 def finish(core: EngineCore, submit: Submit) -> Result:

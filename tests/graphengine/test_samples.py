@@ -216,9 +216,10 @@ def test_what_needs_the_whole_prompt_gets_it(device: str) -> None:
 
 def test_what_is_wrong_is_refused(device: str) -> None:
     with open_engine(device=device, max_waiting=1, max_batch=2) as engine:
-        for wrong in (0, -1, 2.5, "2", True):
-            with pytest.raises(ValueError, match="must be an integer from 1 up"):
-                engine.submit_many(PROMPT, ASKED, n=wrong)  # type: ignore[arg-type]
+        for wrong in (0, -1, 2.5, "2", True, None, 65_537):
+            for call in (engine.submit_many, engine.generate_many):
+                with pytest.raises(ValueError, match=rf"n={wrong!r} must be .* in \[1, 65536\]"):
+                    call(PROMPT, ASKED, n=wrong)  # type: ignore[arg-type, operator]
         with pytest.raises(RuntimeError, match="max_waiting=1"):
             engine.submit_many(PROMPT, ASKED, n=4)
         assert not engine.busy

@@ -208,6 +208,13 @@ def _stems(file: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
             f"{some(wrong)}"
         )
     # Names of tensors that have several linears end with the next part's dot.
-    names = {f"{stem.removeprefix(_PREFIX)}.": stem for stem in stems}
+    names: dict[str, str] = {}
+    for stem in stems:
+        name = f"{stem.removeprefix(_PREFIX)}."
+        if (twin := names.get(name)) is not None:
+            raise ValueError(
+                f"{file} has the matrices of one linear twice: {twin}{_DOWN} and {stem}{_DOWN}"
+            )
+        names[name] = stem
     whole = whole_names(file, names).items()
     return {name.removesuffix("."): names[given] for name, given in whole}

@@ -106,7 +106,7 @@ class AdapterConfig:
                 name: _number(file, f"alpha_pattern[{name}]", alpha)
                 for name, alpha in _patterns(file, found, "alpha_pattern")
             },
-            rooted=bool(found.get("use_rslora")),
+            rooted=_switch(file, "use_rslora", found.get("use_rslora")),
         )
 
     def rank_of(self, linear: str) -> int:
@@ -159,6 +159,12 @@ def _count(file: Path, name: str, value: object) -> int:
     if not is_int(value) or value < 1:
         raise ValueError(f"{file} has {name}={shown(value)}: must be an integer from 1 up")
     return int(value)
+
+
+def _switch(file: Path, name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{file} has {name}={shown(value)}: must be true or false")
+    return bool(value)
 
 
 def _number(file: Path, name: str, value: object) -> float:

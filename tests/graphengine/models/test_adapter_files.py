@@ -126,6 +126,8 @@ def test_peft_fits_patterns_so(prefix: str, pattern: str, fits: bool) -> None:
         ({"init_lora_weights": "OLoRA"}, "'OLoRA', which changes the base model"),
         ({"use_qalora": True}, "use_qalora=True, .* nothing here knows what that changes"),
         ({"new_key": {"a": 1}}, r"new_key=\{'a': 1\}, .* nothing here knows"),
+        ({"use_rslora": "false"}, "use_rslora='false': must be true or false"),
+        ({"use_rslora": 1}, "use_rslora=1: must be true or false"),
         ({"r": 0}, "r=0: must be an integer from 1 up"),
         ({"lora_alpha": "x"}, "lora_alpha='x': must be a number"),
         ({"lora_alpha": 65_505}, r"lora_alpha=65505: must be a number in \[-65504, 65504\]"),
@@ -184,6 +186,11 @@ def rename(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name.replace("layers.1.", "layers.7.")] = tensors.pop(name)
 
 
+def repeat(tensors: dict[str, torch.Tensor]) -> None:
+    for name in (f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"):
+        tensors[name.removeprefix("base_model.model.")] = torch.full_like(tensors[name], torch.nan)
+
+
 def shorten(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{NAME}.lora_A.weight"] = tensors[f"{NAME}.lora_A.weight"].to(torch.float64)
 
@@ -198,6 +205,10 @@ def shorten(tensors: dict[str, torch.Tensor]) -> None:
         (embed, r"has 1 of 29 tensors that are no matrices of linears: .*lora_embedding_A"),
         (head, r"changes 1 of 15 linears that adapters cannot change here: lm_head"),
         (rename, r"changes 7 of 14 linears that the base model does not have: model\.layers\.7"),
+        (
+            repeat,
+            r"has the matrices of one linear twice: .*lora_A\.weight and .*lora_A\.weight",
+        ),
         (shorten, r"has 1 matrices in torch.float64, not in 16 or 32 bits"),
     ],
 )

@@ -133,6 +133,11 @@ def test_errors_of_the_config_name_the_metadata_keys(tmp_path: Path) -> None:
     file = small(tmp_path, metadata={"rope.scaling.type": "su"})
     with pytest.raises(ValueError, match=r"'su'.* \(the config is made of the file's metadata\)$"):
         read_model(Checkpoint.open(file))
+    # `deepseek2` is the name of two classes.
+    metadata = {"attention.kv_lora_rank": 8, "attention.layer_norm_rms_epsilon": 2.0, **LATENT}
+    file = small(tmp_path, arch="deepseek2", metadata=metadata)
+    with pytest.raises(ValueError, match=r"rms_norm_eps from deepseek2\.attention\.layer_norm_rms"):
+        read_model(Checkpoint.open(file))
 
 
 def test_the_package_is_named_where_it_is_missing(
@@ -278,6 +283,13 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
                 "shapes": {"blk.0.attn_k_b.weight": (2, 8, 4), "blk.0.attn_v_b.weight": (1, 4, 8)},
             },
             r"attn_k_b.weight and .*attn_v_b.weight of 2 and 1 heads and of latents of 8 and 8 val",
+        ),
+        (
+            {
+                "arch": "deepseek2",
+                "metadata": {"attention.kv_lora_rank": 8, "expert_gating_func": [1, 2], **LATENT},
+            },
+            r"has expert_gating_func=\[1, 2\]: must be 1 \(softmax\) or 2 \(sigmoid\)",
         ),
         ({"arch": "gpt2"}, r"lacks the metadata keys gpt2.attention.layer_norm_epsilon"),
         (

@@ -409,6 +409,17 @@ def test_features_of_a_picture_count(oracle: Oracle, device: str) -> None:
         (torch.zeros(2, 5, 4), 2, r"deepstack of shape \[2, 5, 4\]: .* \[2, 6, 4\] with this grid"),
         (torch.zeros(2, 6, 8), 2, r"deepstack of shape \[2, 6, 8\]: .* \[2, 6, 4\] with this grid"),
         (torch.zeros(2, 6, 4).int(), 2, r"deepstack of shape .* takes floating point \[2, 6, 4\]"),
+        (torch.zeros(2, 6, 4).to_sparse(), 2, "deepstack must be dense, .* of torch.sparse_coo"),
+        (
+            torch.zeros(2, 6, 4, device="meta"),
+            2,
+            "deepstack must be dense, with .* on meta",
+        ),
+        (
+            torch.nested.nested_tensor([torch.zeros(6, 4)] * 2, layout=torch.jagged),
+            2,
+            "deepstack must be dense, with values, not a nested tensor",
+        ),
         (None, 2, r"deepstack=None: the model takes floating point \[2, 6, 4\]"),
         ([1.0], 2, r"deepstack=\[1.0\]: the model takes floating point \[2, 6, 4\]"),
         (torch.zeros(2, 6, 4), 0, r"deepstack of shape \[2, 6, 4\]: this model adds no features"),

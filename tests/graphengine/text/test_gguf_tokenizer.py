@@ -343,6 +343,7 @@ def refused(tmp_path: Path, **changes: Any) -> Path:
     [
         ({"model": "bert"}, r"tokenizer.ggml.model='bert': 'gpt2' \(byte-level BPE\) and 'llama'"),
         ({"pre": "viking"}, r"tokenizer.ggml.pre='viking': the pre-tokenizers gpt-2, .*qwen2"),
+        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre=\['gpt-2'\]: must be str"),
         ({"pre": None}, r"lacks the metadata key tokenizer.ggml.pre"),
         ({"merges": None}, r"lacks the metadata key tokenizer.ggml.merges"),
         ({"merges": ["ab"]}, r"has the merge 'ab': two tokens are needed"),

@@ -137,7 +137,7 @@ def with_metadata_keys(message: str, config: Mapping[str, Any]) -> str:
     name, family = next(
         (name, each)
         for name, each in (*FAMILIES.items(), *WITH_EXPERTS.items())
-        if each.architecture == architecture
+        if architecture in (each.architecture, each.older)
     )
     keys = {**_KEYS, **family.keys, **_ROPE_KEYS}
     words = set(re.findall(r"\w+", message))

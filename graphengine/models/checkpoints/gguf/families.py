@@ -43,6 +43,7 @@ class GgufFamily(NamedTuple):
     rope          what no metadata tells of scaled RoPE
     rotated       key of the part of a head that RoPE rotates, where a missing one is not 1
     biases        keys that say whether there is a tensor, and that tensor in the first layer
+    older         the class of older models whose files look alike; `more` tells them apart
     """
 
     architecture: str
@@ -62,6 +63,7 @@ class GgufFamily(NamedTuple):
     rope: Mapping[str, Any] = _NONE
     rotated: str = ""
     biases: Mapping[str, str] = _NONE
+    older: str = ""
 
 
 COUNT, USED, WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
@@ -402,8 +404,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
         biases={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
     ),
     "deepseek2": GgufFamily(
-        # `latents` tells DeepSeek-V2 and V3 apart.
         "DeepseekV3ForCausalLM",
+        older="DeepseekV2ForCausalLM",
         keys={
             **_ROUTED_KEYS,
             "attention.kv_lora_rank": "kv_lora_rank",

@@ -74,6 +74,11 @@ def latents(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -
     suffix = "_mla" if "attention.key_length_mla" in own else ""
     key = _count(file, own, f"attention.key_length{suffix}")
     scores = own.get("expert_gating_func", 1)
+    if scores not in (1, _SIGMOID):
+        raise ValueError(
+            f"{file.path} has expert_gating_func={shown(scores)}: must be 1 (softmax) or "
+            f"{_SIGMOID} (sigmoid)"
+        )
     of_v3 = scores == _SIGMOID
     told: dict[str, Any] = {
         "num_key_value_heads": config["num_attention_heads"],
@@ -82,7 +87,7 @@ def latents(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -
         "qk_nope_head_dim": key - rotated,
         "v_head_dim": _count(file, own, f"attention.value_length{suffix}"),
         "q_lora_rank": own.get("attention.q_lora_rank"),
-        "scoring_func": {1: "softmax", _SIGMOID: "sigmoid"}.get(scores, scores),
+        "scoring_func": "sigmoid" if of_v3 else "softmax",
         "architectures": [f"DeepseekV{3 if of_v3 else 2}ForCausalLM"],
     }
     if not of_v3:

@@ -113,4 +113,5 @@ def unknown_tokenizer(file: GgufFile) -> str | None:
         return f"tokenizer.ggml.model={shown(kind)}"
     # Old files lack the name.
     name = file.metadata.get("tokenizer.ggml.pre")
-    return None if name in SPLITTINGS else f"tokenizer.ggml.pre={shown(name)}"
+    known = isinstance(name, str) and name in SPLITTINGS
+    return None if known else f"tokenizer.ggml.pre={shown(name)}"
