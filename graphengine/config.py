@@ -54,7 +54,7 @@ StateDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 SamplingDefaults = Literal["engine", "checkpoint"]
 RoundedKind = Literal["fp8", "int8", "int4"]
-"""What weights can be rounded to while they are loaded."""
+"""Formats that weights can be rounded to while they are loaded."""
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.

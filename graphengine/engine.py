@@ -61,14 +61,14 @@ class Engine(MemoryCalls, runs.FrameCalls):
     In process and single-threaded: the thread that uses it first owns it, and a call from another
     one is a RuntimeError while the owner lives. Another thread may have opened it.
 
-    Use `from_pretrained` to make one, `close()` or a `with` block to free everything it holds.
-    ValueError for what the caller did. A failing launch or wait raises its own error (RuntimeError;
-    TimeoutError for a replay that never published). From then on the engine is broken: every call
-    but `close` is a RuntimeError.
+    Use `from_pretrained` to make one, `close()` or a `with` block to free everything it holds. A
+    ValueError means that the caller made a mistake. A failing launch or wait raises its own error
+    (RuntimeError; TimeoutError for a replay that never published). From then on the engine is
+    broken: every call but `close` is a RuntimeError.
 
     Ctrl-C does not break it: KeyboardInterrupt is raised in a wait, or once a launch has ended. A
     `generate` or `stream` then ends its requests; others go on with the next step. Only a second
-    Ctrl-C before that is raised at once, and breaks the engine inside a launch.
+    Ctrl-C before that is raised at once; inside a launch it breaks the engine.
     """
 
     def __init__(
@@ -125,10 +125,11 @@ class Engine(MemoryCalls, runs.FrameCalls):
         options   in place of `config`, the fields of `EngineConfig`
 
         With `tensor_parallel`, `data_parallel` or `pipeline_parallel` above 1, processes are
-        spawned that import the program's main module, so that module must open the engine under
-        `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one of them fails, here and in
-        later calls. Where torchrun has started the ranks it spawns none, and returns in the process
-        of rank 0 alone: the others end with its engine. Stages of a pipeline are always spawned.
+        spawned that import the program's main module, so that module must open the engine under `if
+        __name__ == "__main__":`. If one of them fails, this call and later ones raise RankFailed, a
+        RuntimeError. Where torchrun has started the ranks, none are spawned, and the call returns
+        only in rank 0's process: the other processes end with that engine. Stages of a pipeline are
+        always spawned.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.
@@ -221,10 +222,11 @@ class Engine(MemoryCalls, runs.FrameCalls):
                     for a request with `prompt_logprobs`, in an engine opened with
                     `prompt_logprobs_out`: a tensor of the caller's, float32 [tokens of the prompt,
                     `model.lm_head.shape[0]`] on the engine's device with dense rows. Row i gets the
-                    log-softmax of the model's logits after token i, after what the caller's stream
-                    has queued by now. All rows are there with the request's first token. The
-                    request keeps the tensor alive, and so does the engine while a step may write
-                    it: also after a cancel or a deadline, until `busy` is False
+                    log-softmax of the model's logits after token i. It is written after all work
+                    that the caller's stream has queued by now. All rows are complete when the
+                    request's first token arrives. The request keeps the tensor alive. So does the
+                    engine while a step may still write it, even after a cancel or a deadline, until
+                    `busy` is False
 
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
         `QueueFull`, a RuntimeError, if `max_waiting` requests wait already.
@@ -245,9 +247,9 @@ class Engine(MemoryCalls, runs.FrameCalls):
 
         All are queued or none: `QueueFull` if fewer than `n` may wait.
 
-        Sample i has the seed of the first one plus i (modulo 2**63), be it the request's own or
-        drawn by the engine: it draws the tokens that a request with that seed draws. Each is a
-        request of its own, to cancel, read and finish by itself.
+        Sample i has the first sample's seed plus i (modulo 2**63), whether the parameters give that
+        seed or the engine draws it. Its tokens are those of a single request with its seed. Each
+        sample is a request of its own: it is cancelled, read and finished by itself.
 
         The first to start feeds the prompt. The others share its whole KV blocks, and copies of its
         recurrent states, and feed only the rest of the last block. With sliding windows in rings,
@@ -271,18 +273,18 @@ class Engine(MemoryCalls, runs.FrameCalls):
         The request needs `SamplingParams(forced_tokens=True)`. Another call before that step
         replaces the token.
 
-        ValueError for other requests, for finished ones and those of another engine, while a step
-        of it is in flight that `step(timeout=...)` did not wait for, and for a token that it cannot
-        sample: an id outside the vocabulary, one with a bias of -inf, a stop token before
-        `min_tokens`.
+        ValueError for a request without that parameter, a finished one, or one of another engine;
+        while a step of the request is in flight because `step(timeout=...)` did not wait for it;
+        and for a token that the request cannot sample: an id outside the vocabulary, one with a
+        bias of -inf, a stop token before `min_tokens`.
         """
         self.core.force(request, token_id)
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest step in flight.
 
-        With `steps_per_launch`, the steps after it that are done by then are returned, too. On a
-        CPU the launch itself computes its steps, whatever the timeout.
+        With `steps_per_launch`, the events of later steps that are done by then are returned, too.
+        On a CPU the launch itself computes its steps, whatever the timeout.
 
         timeout  seconds to wait for that step; None: until it is done; 0 or less: never blocks.
                  The list is empty if it was not done in time or only fed a part of a prompt, or if
@@ -297,13 +299,13 @@ class Engine(MemoryCalls, runs.FrameCalls):
         return self.core.step(None if timeout is None else seconds("timeout", timeout))
 
     def drain(self, timeout: float | None = None) -> list[Event]:
-        """Step until nothing is left to do; the events that these steps would have returned.
+        """Step until nothing is left to do; return the events of all these steps.
 
         timeout  seconds after which it returns what has come, with `busy` still True; 0 or less:
                  a single step that never blocks; None: until the end
 
-        Requests that callbacks submit meanwhile are run as well. After an exception, which is that
-        of `step`, the next step returns the events so far.
+        Requests that callbacks submit meanwhile are run as well. Exceptions are those of `step`;
+        the next step then returns the events so far.
         """
         return runs.drain(self.core, None if timeout is None else seconds("timeout", timeout))
 
@@ -334,9 +336,9 @@ class Engine(MemoryCalls, runs.FrameCalls):
 
         In every `step()` that leaves a request active, it is called once, before the events'
         callbacks, with the ids of all active requests (in a slot and not paused); `requests` has
-        them by id. It returns the ids of those to finish: with reason "stop", stop reason None and
-        the tokens they have. Any other id is a ValueError, and then none is finished. It may submit
-        and cancel.
+        them by id. It returns the ids of the requests to finish. They end with reason "stop", stop
+        reason None and the tokens they have. Any other id is a ValueError, and then no request is
+        finished. It may submit and cancel.
         """
         return self.core.delivery.stop_callback
 
@@ -346,7 +348,7 @@ class Engine(MemoryCalls, runs.FrameCalls):
         self.core.check_thread()
         self.core.delivery.stop_callback = callback
 
-    # A string is also a sequence of strings: what fits both overloads is one prompt.
+    # A string is also a sequence of strings, so it fits both overloads: it is one prompt.
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
@@ -510,12 +512,12 @@ class Engine(MemoryCalls, runs.FrameCalls):
                 pieces of one update. None: one more than before
         draft_weights  the same as `source`, of a drafter with a checkpoint of its own (`Eagle3`,
                 `DFlash`, `DraftModel`). With no tensors in `source`, the version stays
-        stale_drafts  what becomes of drafts whose weights stay older than the model's: "off", no
-                more drafts are fed, or "keep". A warning says so
+        stale_drafts  what to do if the drafter's weights stay older than the model's: "off" feeds
+                no more drafts, "keep" goes on drafting. A warning is logged either way
 
         Values are cast, fused, rounded (`quantize`) and split over ranks as they were at opening.
-        What is rounded together comes together: q, k and v, or gate and up. Tensors that the
-        checkpoint has and the engine does not use are left out; draft modules of the checkpoint are
+        What is rounded together comes together: q, k and v, or gate and up. Tensors of the
+        checkpoint that the engine does not use are ignored; draft modules of the checkpoint are
         updated with them. The scales of an fp8 KV cache stay.
 
         KV of the older weights is dropped: cached prefixes are forgotten, and sessions keep their
@@ -556,8 +558,8 @@ class Engine(MemoryCalls, runs.FrameCalls):
 
     @property
     def prefill_cut(self) -> tuple[tuple[int, int], ...]:
-        """Where prompts are cut into chunks: pairs (position, tokens). From each position on chunks
-        end at multiples of these tokens.
+        """Where prompts are cut into chunks: pairs (position, tokens). From each position on,
+        chunks end at multiples of its number of tokens.
 
         Given to another engine as the option `prefill_cut`, it repeats the cut and so the bits.
         `max_prefill_ms_per_step` alone might measure another cut there.
@@ -586,9 +588,9 @@ class Engine(MemoryCalls, runs.FrameCalls):
     def close(self) -> None:
         """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled.
 
-        Descriptions and what was counted can still be read: `stats`, `report`, `numerics_id`,
-        `last_step`, `acceptance`, the recorder. What needs the device, or would submit or step, is
-        a ValueError. May be called again.
+        Descriptions and counters can still be read: `stats`, `report`, `numerics_id`, `last_step`,
+        `acceptance`, the recorder. Calls that need the device, submit or step raise ValueError. May
+        be called again.
         """
         self.core.close()
         self._loaded = None

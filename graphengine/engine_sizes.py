@@ -239,7 +239,9 @@ class EngineSizes:
 
     @property
     def _loads_of_step(self) -> int:
-        """Each chunk of other ranks may take a load before it, and so may the decode after them."""
+        """Most loads a step. With data-parallel ranks: one before each kind of chunk, one before
+        decode.
+        """
         return 1 if self.data_parallel == 1 else 3
 
     def sequence_limit(self, max_positions: int) -> int:

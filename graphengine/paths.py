@@ -15,7 +15,8 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """A file's text in UTF-8, without a byte order mark; `what` it is precedes its path in errors.
+    """A file's text in UTF-8, without a byte order mark; errors name the file as `what` and its
+    path.
 
     FileNotFoundError where there is no such file, ValueError for one that cannot be read.
     """

@@ -5,15 +5,16 @@ a prompt is cut into chunks, kept by a session and fed again after a rewind or a
 
 A picture's rows may be a grid (`GridEmbeds`), for models whose positions have three axes, in time,
 height and width (M-RoPE; Wang et al. 2024, "Qwen2-VL"). Rows of RoPE's tables are counted as in
-Qwen's own code: each axis of a grid begins at the row that a token would have there, and what
-follows the grid begins after the greatest row of any axis. transformers does the same, except that
-5.23 lets what follows a video begin after its height and width, however long it is.
+Qwen's own code: each axis of a grid begins at the row that a token would have there, and the
+position after the grid follows the greatest row of any axis. transformers does the same, except
+that 5.23 ignores how long a video is: the position after it follows its height and width.
 
 An image's rows may see each other (`ImageEmbeds`), for models that attend in both directions within
 an image. They are fed in one chunk, and the KV of each depends on all of them.
 
-For models that add a tower's features to the stream after their first layers (DeepStack), a row is
-the embedding and then the features of each level; those of embeddings without features are 0.
+For models that add a tower's features to the stream after their first layers (DeepStack), a row
+holds the embedding and then the features of each level, which are 0 for embeddings without
+features.
 
 Letters: n rows, H hidden.
 """
@@ -52,7 +53,7 @@ class EmbedsSpec(NamedTuple):
     images: PrefillCut | None = None
     """Where prompts are cut, if embeddings may be an image whose rows see each other."""
     levels: int = 0
-    """Levels of features that a grid's embeddings have besides."""
+    """Levels of DeepStack features that come with a grid's embeddings."""
 
     @property
     def width(self) -> int:
@@ -84,7 +85,7 @@ class Grid(NamedTuple):
 
 
 class Image(NamedTuple):
-    """An image of `size` embeddings that see each other; `digest` is that of all of them."""
+    """An image of `size` embeddings that see each other; `digest` covers all of them."""
 
     size: int
     digest: bytes
@@ -95,7 +96,7 @@ class Run(NamedTuple):
 
     grid    their places; None: they follow one another as tokens do
     offset  the grid's or image's embeddings that come before them, in the run before
-    image   the image that they are of; None: they see no later embedding
+    image   the image that they belong to; None: they see no later embedding
     """
 
     start: int
@@ -170,8 +171,8 @@ class Embeds:
     def places(self) -> tuple[Place, ...]:
         """The runs without their rows, if one is a grid or an image; else none.
 
-        A sequence ends inside a grid at most, and not inside an image: each run is a whole one, or
-        its beginning.
+        A sequence may end inside a grid, but not inside an image: each run is a whole grid or
+        image, or the beginning of a grid.
         """
         if not self.has_grids() and not self.images():
             return ()
@@ -198,14 +199,16 @@ class Embeds:
         return rows
 
     def _placed(self) -> Iterator[tuple[Run, npt.NDArray[np.int32], int]]:
-        """Each run of a grid, its rows of RoPE's tables, and the shift of what follows it."""
+        """Each run of a grid, its rows of RoPE's tables, and the shift of the positions after
+        it.
+        """
         shift = base = 0
         for run in self.runs:
             if run.grid is None:
                 continue
             if run.offset == 0:
                 base = run.start + shift
-            # A grid that was cut is as large as what there is of it.
+            # Of a grid that was cut, only the embeddings so far count.
             there = base + run.grid.places(0, run.offset + len(run.rows))
             shift = int(there.max()) + 1 - run.stop
             yield run, there[run.offset :], shift
@@ -225,7 +228,7 @@ class Embeds:
         """
         made = array("q", ids)
         for run in self.within(0, len(made)).runs:
-            # The same rows on another grid have other keys, and so have those of another image.
+            # Equal rows on different grids, or in different images, have different keys.
             salt = b"" if run.grid is None else repr(run.grid).encode()
             salt += b"" if run.image is None else run.image.digest
             begin = run.start - run.offset
@@ -359,8 +362,8 @@ class GridEmbeds:
     For models whose positions have three axes (M-RoPE), as Qwen2-VL's.
 
     Args:
-        rows: [n, H] of floating point, on the CPU or a GPU, the width running fastest; what a
-            vision tower gives for the picture, merged.
+        rows: [n, H] of floating point, on the CPU or a GPU, the width running fastest; a vision
+            tower's output for the picture, merged.
         grid: times, height and width of the merged picture; n is their product.
         time_step: rows of RoPE's tables from one time to the next, rounded down for each:
             `second_per_grid_t * tokens_per_second` of Qwen2.5-VL.

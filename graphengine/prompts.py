@@ -67,7 +67,7 @@ _MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "i
 def _refuse_media(messages: Any) -> None:
     """ValueError for pictures and sounds, for which a template would leave mere placeholders.
 
-    What else is wrong with messages is for the template to say.
+    Any other fault of the messages is reported by the template itself.
     """
     for index, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
         content = message.get("content") if isinstance(message, Mapping) else None

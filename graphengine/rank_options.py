@@ -8,8 +8,8 @@ from graphengine.engine_sizes import EngineSizes
 
 
 class RankOptions(EngineSizes):
-    """The options of `EngineConfig` that ask for several ranks, and those that not all ranks serve.
-    They are declared here; `EngineConfig` has their table.
+    """The options of `EngineConfig` that ask for several ranks, and those that some kinds of ranks
+    cannot serve. They are declared here; `EngineConfig` has their table.
     """
 
     __slots__ = ()
@@ -24,7 +24,7 @@ class RankOptions(EngineSizes):
     def check_ranks(self) -> None:
         """ValueError for options that need several ranks, or that these ranks cannot serve."""
         if self.prompt_logprobs_out and self.ranks > 1:
-            # The other ranks are processes that the caller's memory is not in.
+            # The other ranks are processes of their own, which cannot write the caller's tensor.
             raise ValueError(
                 f"prompt_logprobs_out=True is for an engine of one rank, not for "
                 f"{self.ranks_option}"

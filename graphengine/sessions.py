@@ -295,9 +295,9 @@ class Session:
         """End the turn under way at once, by "stop", and keep what was read of its reply.
 
         For a listener who interrupts: the turn's last event comes with the next `step`, what is in
-        flight for it is discarded, and the session takes its next `append` and turn right away. A
-        listener who has heard less than was said is told by `rewind`. It does nothing if no turn is
-        under way, or if that is cancelled.
+        flight for it is discarded, and the session takes its next `append` and turn right away. If
+        the listener heard only a part of the reply, `rewind` removes the rest. `interrupt` does
+        nothing if no turn is under way, or if that is cancelled.
         """
         self._core.check_open()
         self._settle()

@@ -208,7 +208,7 @@ class DraftModel(Mode):
     _: KW_ONLY
     min_confidence: float | None = None
 
-    # After a step it reads two tokens: its KV of those before is that of its own drafts.
+    # After a step it reads only the last two tokens. Its KV of earlier ones comes from its drafts.
     own_drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -51,11 +51,11 @@ class StructuredOutputsParams:
 
     With anything but `grammar`:
 
-    spelling  which tokens may spell text that alone can follow: "any" allows all that fit the text,
-              "tokenizer" those with which the tokenizer spells it, as far as that does not depend
-              on what follows. None: "any" in an engine with `grammar_pool_mib`, otherwise as
-              llguidance does. Where the device follows the grammar, it changes the spelling alone:
-              both allow the same texts
+    spelling  which tokens may spell a text where the grammar allows only that text: "any" allows
+              every split into tokens, "tokenizer" only the tokenizer's own, as far as that does not
+              depend on what follows. None: "any" in an engine with `grammar_pool_mib`, otherwise
+              llguidance's choice. Where the device follows the grammar, only the split into tokens
+              changes: both allow the same texts
     """
 
     json: str | Mapping[str, Any] | HasSchema | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from graphengine.options.checks import check_path, shown
 
 USUAL_ADAPTERS = 4
-"""Adapters that an engine with any holds at the same time, unless it is told otherwise."""
+"""Default number of adapters that an engine with adapters holds at the same time."""
 
 
 def read_adapters(given: object) -> dict[str, str]:

@@ -15,7 +15,7 @@ def read_calibration(prompt: object, max_seq_len: int) -> str | tuple[int, ...]:
     # Bytes are sequences of integers, but they are not token ids.
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
         raise ValueError(f"kv_calibration={shown(prompt)} must be text or a list of token ids")
-    # Before the ids are looked at: a range may have any number of them.
+    # Checked before the ids are read: a range may have any number of them.
     check_calibration_length(prompt, prompt, max_seq_len)
     for index, token in enumerate(prompt):
         if not is_int(token) or not 0 <= token <= INT32_MAX:

@@ -1,6 +1,6 @@
-"""A caller's tensors and arrays: dense tensors with values, or a ValueError that says what came.
+"""Checks of a caller's tensors and arrays: dense with values, or a ValueError that describes them.
 
-Apart from the checks of numbers, which commands need before they import torch.
+The checks of numbers are in `checks.py`, as commands need them before they import torch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def plain_tensor(name: str, given: Tensor | NDArray[Any]) -> Tensor:
 
 
 def holds_integers(tensor: Tensor) -> bool:
-    """Whether its dtype is one of integers; that of booleans is none."""
+    """Whether its dtype is an integer one; booleans are not integers here."""
     other = tensor.is_floating_point() or tensor.is_complex()
     return not other and tensor.dtype != torch.bool

@@ -1,7 +1,7 @@
 """Checks of the numbers that options take: one set of rules for all options.
 
-Integers are Python's and NumPy's; numbers are these, floats and fractions. True and a Decimal are
-neither. Checked values are stored as Python's own numbers, as NumPy's overflow.
+Integers are Python's and NumPy's; numbers are integers, floats and fractions. True and a Decimal
+are neither. Checked values are stored as Python's own numbers, as NumPy's overflow.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a caller gives of frames: the codes of the first ones, `SamplingParams(forced_codes=...)`,
-and what streams into a reply while it is spoken, `SamplingParams(feed=Feed(...))`.
+"""A caller's parts of frames: the codes of the first frames, `SamplingParams(forced_codes=...)`,
+and rows that stream into a reply while it is spoken, `SamplingParams(feed=Feed(...))`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ForcedCodes:
 
 
 class Feed:
-    """What streams into the frames of a reply: embeddings, such as those of the text to be spoken,
-    or codes, those of what somebody else says meanwhile.
+    """Rows that stream into the frames of a reply: embeddings, such as those of the text to be
+    spoken, or codes, such as those of another speaker's sound.
 
         SamplingParams(feed=Feed(pad, rows))
 
@@ -97,8 +97,8 @@ class Feed:
     Args:
         pad: [H] or [1, H] of floating point, on the CPU or a GPU; or integers [P], a frame's codes.
         rows: [n, H], or integers [n, P]; None: none are known yet.
-        before: for codes, [P] of the frame before the first row, at the end of the prompt; its
-            first code is not read. None: the prompt is the beginning.
+        before: for codes, [P], the frame before the first row, at the end of the prompt; its first
+            code is not read. None: no frame comes before it.
 
     All are copied at once. ValueError, with the shape, for anything else; the engine checks H, P
     and that codes are known.

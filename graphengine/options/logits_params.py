@@ -12,7 +12,7 @@ from typing import Literal
 from graphengine.options.checks import check_number, is_int, shown
 
 MAX_PENALTY = 2.0
-# Beyond them products and quotients leave float32's range, whatever the temperature.
+# Within these limits, products and quotients stay in float32's range at any temperature.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_BIAS = 1e20
 

@@ -13,10 +13,10 @@ whose tokens see each other is cut: a chunk ends before it, or after it.
 
 `max_prefill_ms_per_step` bounds the time of a chunk. Its matrix products take the same time
 anywhere, but attention reads the KV of all tokens before it, so a chunk takes longer the later it
-begins. When the engine opens, it times each bucket after contexts of a few lengths, and takes times
-between them to lie on a line. At each position it then cuts by the largest bucket within the bound
-(`cut_within`). Smaller chunks feed a prompt more slowly, even when no other request waits: larger
-ones would have other bits.
+begins. When the engine opens, it times each bucket after contexts of a few lengths, and
+interpolates linearly between them. At each position it then cuts by the largest bucket within the
+bound (`cut_within`). Smaller chunks feed a prompt more slowly. They are used even when no other
+request runs, as larger ones would give other bits.
 
 Times vary from run to run, and the cut with them. It is a part of `numerics_id`, and the option
 `EngineConfig.prefill_cut` repeats the cut of an earlier engine.
@@ -106,8 +106,9 @@ class PrefillCut:
         """Where the chunk of a prompt that begins at `start` ends.
 
         whole  positions (first, stop) of spans that are fed in one chunk: a chunk ends before a
-               span that would be cut, or after it if it begins with it. One that begins inside a
-               span, as tokens before it have KV, ends where that of the whole span would.
+               span that would be cut, or after it if it begins with it. A chunk that begins inside
+               a span, because earlier tokens have KV already, ends where the chunk of the whole
+               span would.
         """
         start = next((first for first, stop in whole if first < start < stop), start)
         end = min(_next_multiple(start, self.tokens(start)), prompt_len)
@@ -158,9 +159,9 @@ def _next_multiple(start: int, tokens: int) -> int:
 
 
 def _cut_alike(start: int, end: int, one: int, other: int, *, last: bool) -> bool:
-    """Whether chunks of both sizes end at the same places from `start` to `end`.
+    """Whether chunks of either size end at the same places from `start` to `end`.
 
-    `end` ends a whole chunk, or with `last` the prompt's last chunk, whatever its size.
+    At `end` a whole chunk ends; with `last`, the prompt's last chunk, which may have any size.
     """
     if one == other:
         return True
@@ -177,9 +178,9 @@ def _cut_alike(start: int, end: int, one: int, other: int, *, last: bool) -> boo
 
 
 def chunk_starts(tokens: int, longest: int) -> list[int]:
-    """Starts at which a bucket of `tokens` is timed: 0, the one that makes a whole chunk end with
-    the `longest` prompt, and halfway. A chunk that begins later has fewer tokens, and reads no
-    more KV.
+    """Starts at which a bucket of `tokens` is timed: 0, the start of a whole chunk that ends with
+    the `longest` prompt, and halfway between. A chunk that begins later has fewer tokens, and reads
+    no more KV.
     """
     last = max(0, longest - tokens)
     return sorted({0, last // 2, last})
@@ -214,9 +215,9 @@ def cut_within(times: ChunkTimes, *, longest: int, bound: float) -> PrefillCut:
     """Cut prompts of at most `longest` tokens: at each position by the largest bucket that takes at
     most `bound` milliseconds there.
 
-    A chunk can take no less time than a smaller one, or than the same one after fewer tokens. Where
-    measured times say that it does, the longer time counts. ValueError, with the numbers, where the
-    smallest bucket takes too long.
+    A chunk cannot take less time than a smaller one, or than one of its size after fewer tokens.
+    Where measured times say that it does, the longer time counts. ValueError, with the numbers,
+    where the smallest bucket takes too long.
     """
     sizes = sorted(times)
     rising = {tokens: _rising(times[tokens]) for tokens in sizes}
@@ -249,7 +250,7 @@ def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _at(points: Sequence[tuple[int, float]], position: int) -> float:
-    """The height of the line through the points at `position`; constant after the last point."""
+    """The points, linearly interpolated at `position`; constant after the last point."""
     after = bisect_right(points, position, key=lambda point: point[0])
     (start, low), (end, high) = points[after - 1], points[min(after, len(points) - 1)]
     share = (position - start) / (end - start) if end > start else 0.0

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEY = "option"
-# Columns of a class's documentation: names, and the whole line.
+# Widths of a class's documentation, in columns: the names, and the whole line.
 _NAMES, _LINE = 24, 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """What a value must satisfy besides its type; None is not checked.
+    """A condition on a value besides its type; None is not checked.
 
     must   what follows "must" in the error: "be at least 1"
     holds  whether it does
@@ -102,7 +102,7 @@ class SlotField:
     """The host-owned static field that holds a request option's number for each slot.
 
     dtype    of the field
-    pad      what a padded slot holds: it asks for nothing
+    pad      the value of padded slots, which turns the option off
     meaning  of the values, for people
     off      values of the option that are `pad` on the device
     filters  any number but `pad` excludes tokens from sampling, which takes the `full` sampler
@@ -149,7 +149,7 @@ def option(
     slot: SlotField | None = None,
     hashed: bool = True,
 ) -> Any:
-    """A field of a table of options.
+    """A row of a table of options.
 
     default  of the option, or a `factory` that makes it for each new object
     bounds   of its values; the first that does not hold is the error
@@ -288,7 +288,7 @@ def documented(table: type[T]) -> type[T]:
 
 
 def _kind(annotation: Any) -> tuple[Any, bool]:
-    """What `check` accepts for a value of this type, and whether it may be None."""
+    """The kind of value that `check` accepts for this annotation, and whether it may be None."""
     types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     others = [each for each in types if each is not NoneType]
     optional = len(others) < len(types)

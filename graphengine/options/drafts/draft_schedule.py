@@ -1,4 +1,5 @@
-"""Draft lengths by live requests: many requests fill a step by themselves, few leave it room.
+"""Draft lengths by live requests: many requests fill a step by themselves, few leave room for
+drafts.
 
 As TensorRT-LLM's `draft_len_schedule`. Pure Python: no tensor, no device.
 """

@@ -1,4 +1,4 @@
-"""What the options of all drafters have in common: a mode says what its drafter can do."""
+"""The base of all drafters' options: a mode says what its drafter can do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from graphengine.options.drafts.draft_trees import Tree
 class Mode(ABC):
     """A drafter's options: a frozen, slotted dataclass derives from this.
 
-    What the configuration must know before the drafter is made is here; the drafter's `needs` have
-    the rest, and must agree. Nobody else asks which mode it is.
+    It states what the configuration must know before the drafter is made. The drafter's `needs`
+    have the rest, and must agree. No other code asks which mode it is.
     """
 
     lockstep: ClassVar[bool] = False
@@ -30,7 +30,8 @@ class Mode(ABC):
     guided: ClassVar[bool] = False
     """Whether it drafts only for requests whose grammar the device follows."""
     own_drafts: ClassVar[bool] = False
-    """Whether nobody else may draft: the host does, or its KV is right only after its own drafts.
+    """Whether every draft must be its own, as the host writes them, or its KV is right only after
+    its own drafts.
     """
 
     packs_prompts: ClassVar[bool] = False
@@ -68,7 +69,7 @@ class Mode(ABC):
     def describe_state(self) -> str:
         """One line for snapshots with the drafter's KV: they fit only an engine with the same one.
 
-        Paths are left out, as the weights are compared.
+        Paths are left out: snapshots compare the weights themselves.
         """
         return self.describe()
 
