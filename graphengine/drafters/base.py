@@ -57,7 +57,7 @@ class PathLanes(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What a decode replay knows once it has published its tokens."""
+    """Inputs of `propose`: a decode replay's lanes and outputs, once its tokens are published."""
 
     lanes: DecodeLanes
     """The N lanes that were fed; lane r * W + j is token j of row r. For trees, only the accepted
@@ -65,9 +65,9 @@ class Verified(NamedTuple):
     hidden: Residual
     """The target's residual stream of the lanes it was fed, scaled for its final norm."""
     step: FinishedStep
-    """The target's token after each lane, and how many of them each row emitted."""
+    """The target's token after each lane, and how many tokens each row emitted."""
     drafts: int
-    """Drafts of a row that this graph verified, for trees along one path: W = drafts + 1."""
+    """Drafts that this graph verified in each row, along one path of a tree: W = drafts + 1."""
     of_tree: PathLanes | None = None
     """None: the target was fed the N lanes, as chains."""
     filtered: bool = False
@@ -75,8 +75,8 @@ class Verified(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What a prefill replay knows once it has published of its chunks of P prompts: of one, but for
-    modes that pack prompts.
+    """Inputs of `prepare`: the chunks of P prompts that a prefill replay has run and published. P
+    is 1 except in modes that pack prompts.
     """
 
     chunk: PrefillLanes
@@ -90,14 +90,15 @@ class Prefilled(NamedTuple):
     final: Tensor
     """int32 [P]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
-    """`paged_prefill_attention` of the chunk, as `ChunkAttention`; its segment can be replaced."""
+    """The chunk's attention, a `ChunkAttention` such as `paged_prefill_attention`; its segment can
+    be replaced."""
     given: GivenRows | None = None
     """Embeddings of positions that have no token; None where each has one."""
 
     @property
     def following(self) -> Tensor:
-        """int32 [T]: the token after each lane's of one chunk; at the end of a final one the
-        sampled token.
+        """int32 [T]: the token after each lane's token in a single chunk. The last lane of a
+        prompt's last chunk has the sampled token.
         """
         token, last = self.chunk.token, self.chunk.last
         assert self.next_prompt_token is not None, "nothing is drafted"
@@ -120,7 +121,9 @@ class Prefilled(NamedTuple):
         return lane, fusion._replace(embedding=table.to(fusion.embedding.dtype))
 
     def last_lane(self, token_T: Tensor) -> DecodeLanes:
-        """Each chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
+        """The last lane of each chunk, with its token from `token_T`; padded unless the chunk is
+        final.
+        """
         chunk = self.chunk
         token, slot, position = (
             lanes.index_select(0, chunk.last) for lanes in (token_T, chunk.slot, chunk.position)
@@ -136,7 +139,7 @@ class FieldSizes(NamedTuple):
     prefill_tokens: int
     """Tokens of the largest prefill bucket."""
     dtype: torch.dtype
-    """The model's."""
+    """The target's dtype."""
 
 
 class DraftSetting(NamedTuple):
@@ -178,7 +181,7 @@ class StepSizes(NamedTuple):
     """Mean number of tokens that a row attends to."""
     kv_dtype: torch.dtype
     lm_head: AnyWeight
-    """The target's."""
+    """The target's lm_head."""
     experts: float
     """Experts that all runs of draft modules read together."""
 
@@ -227,7 +230,7 @@ class Drafter(ABC):
         """The states of its layers on all ranks together; `needs.states` has this rank's."""
         return self.needs.states
 
-    # What it costs. The engine asks before anything is allocated, except where stated.
+    # Costs. The engine asks before anything is allocated, except where stated.
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of weights that it adds to the target's."""

@@ -47,7 +47,7 @@ class EveryDraft:
         """Called after a step that fed these lanes and emitted `count_R` tokens in each row."""
 
     def new_chain(self, rows: int) -> Tensor | None:
-        """What each row's chain keeps from one of its drafts to the next."""
+        """The state that each row's chain keeps from one of its drafts to the next."""
         return None
 
     def tiles(
@@ -69,7 +69,7 @@ class EveryDraft:
                               as in `DraftHead.tiles`
         rows, source          the lanes that the drafts follow, one a row, and their indices in
                               `lanes`
-        index                 of the draft in the chain
+        index                 the draft's place in the chain
         """
         return self._head.tiles(hidden, lanes, launch, ahead=ahead, filtered=filtered)
 

@@ -57,7 +57,7 @@ class _LastInput(NamedTuple):
     rows: DecodeLanes
     """R lanes: the last token of each row."""
     source: Tensor | None
-    """int32 [R]: their indices in `lanes`; None: they are all of them."""
+    """int32 [R]: indices of `rows` in `lanes`; None: the two are the same lanes."""
     hidden: Residual
 
 
@@ -281,7 +281,7 @@ class DraftModelDrafter(Drafter):
 
 
 def _without_last(prefilled: Prefilled) -> PrefillLanes:
-    """The chunk; the last lane of a final one is padded."""
+    """The chunk; if it is the prompt's last one, its last lane is padded."""
     chunk, final = prefilled.chunk, prefilled.final != 0
     lane = torch.arange(len(chunk.slot), dtype=chunk.last.dtype, device=chunk.last.device)
     slot = torch.where(final & (lane == chunk.last), -1, chunk.slot)

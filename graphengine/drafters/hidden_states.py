@@ -60,7 +60,7 @@ class HiddenStatesDrafter(Drafter):
         self.layers = options.layers_of(model.num_layers)
         self.write_interval = options.write_interval
         self._width = model.hidden_size
-        # What was copied out of prompts that are still being prefilled, and of finished ones.
+        # Hidden states copied from prompts that are still being prefilled, and from finished ones.
         self._parts: dict[Request, list[dict[str, Tensor]]] = {}
         self._ready: dict[int, dict[str, Tensor]] = {}
 
@@ -108,7 +108,7 @@ class HiddenStatesDrafter(Drafter):
         for other in [other for other in self._parts if other.finished and other is not request]:
             del self._parts[other]
         copies = {name: kept[: chunk.count].cpu() for name, kept in self._kept.items()}
-        # On a CPU device that was no copy, and the next chunk overwrites the field.
+        # On a CPU device `.cpu()` did not copy, and the next chunk overwrites the field.
         copies = {name: copy.clone() for name, copy in copies.items()}
         self._parts.setdefault(request, []).append(copies)
         if not chunk.final:

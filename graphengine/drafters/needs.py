@@ -1,4 +1,4 @@
-"""What a drafter asks of the engine, as data: the engine sizes, captures and schedules by it."""
+"""A drafter's needs as data, by which the engine sizes, captures and schedules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DraftNeeds:
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
     tokens_after: int = 0
-    """How many tokens after a position its KV there depends on, or is overwritten with."""
+    """How many later tokens the KV at a position depends on, or is overwritten by."""
     notes: bool = False
     """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
     wants_hidden: bool = False

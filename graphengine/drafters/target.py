@@ -1,4 +1,4 @@
-"""What a drafter is made for."""
+"""The model and options that a drafter is made for."""
 
 from __future__ import annotations
 

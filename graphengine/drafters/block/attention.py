@@ -33,7 +33,7 @@ def keep_keys(
     """Write only keys and values, of the lanes of `fed` `[N, fed_columns]`, to `kv` at their
     positions.
 
-    launch  that of decode lanes, with a plan of the linear `context`, or that of a chunk
+    launch  for decode lanes, with a plan of the linear `context`, or for a chunk
     """
     block, bias = attention.block, attention.qkv_bias
     weight = _rows_of_kv(block, attention.qkv)
@@ -67,7 +67,7 @@ def attend_block(
     """Run `AttentionWeights.decode` on draft blocks, whose lanes all see each other unless
     `causal`.
 
-    A row's lanes also see what `kv` has of its slot before them. Four kernels.
+    A row's lanes also see all earlier positions of its slot in `kv`. Four kernels.
     """
     block, lanes = attention.block, begun.lanes
     qkv = attention.qkv_product(residual, lanes.slot, launch)

@@ -263,7 +263,7 @@ def allocate_dflash_weights(
 def dflash_context(
     weights: DFlashWeights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
 ) -> Tensor:
-    """c of decode lanes, `[N, H]` in the model's dtype. Padded lanes hold anything.
+    """Compute c for decode lanes, `[N, H]` in the model's dtype. Padded lanes hold anything.
 
     streams_NS  the streams that the target's layers left, side by side
     """
@@ -275,7 +275,7 @@ def dflash_context(
 def dflash_chunk_context(
     weights: DFlashWeights, streams_TS: Tensor, slot_T: Tensor, launch: PrefillLaunch
 ) -> Tensor:
-    """c of a chunk's lanes, otherwise like `dflash_context`."""
+    """Compute c for a chunk's lanes, otherwise like `dflash_context`."""
     product = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
     chunk_product(streams_TS, weights.fc, None, out=product, pdl=launch.pdl)
     return _normed(weights, product, slot_T, streams_TS.dtype, pdl=launch.pdl)
@@ -300,7 +300,7 @@ def keep_context(
 ) -> None:
     """Write the keys and values of c into each layer's cache, at the lanes' positions.
 
-    slot_N  -1 for lanes that are not kept: those of rejected drafts
+    slot_N  -1 for lanes that are not kept, as their drafts were rejected
     launch  for decode lanes, with plans of `DFlashConfig.linears`, or for a chunk
     """
     for layer, kv in zip(weights.layers, cache, strict=True):
@@ -320,7 +320,8 @@ def run_block(
     """Run the layers on the blocks of `begun`; returns their stream, scaled for the final norm.
 
     residual  R * B lanes, scaled for the first layer; updated in place
-    cache     of each layer: it has the context, and gets the block's keys and values after it
+    cache     of all layers; it holds the context, and the block's keys and values are written after
+              it
     """
     layers = weights.layers
     following = [*(layer.input_norm for layer in layers[1:]), weights.final_norm]

@@ -251,7 +251,7 @@ def allocate_eagle3_weights(
 def fuse_streams(
     weights: Eagle3Weights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
 ) -> Tensor:
-    """g of decode lanes, float32 `[N, H]`. Padded lanes hold anything.
+    """Compute g for decode lanes, float32 `[N, H]`. Padded lanes hold anything.
 
     streams_NS  the streams that the target's layers left, side by side
     """
@@ -263,7 +263,7 @@ def fuse_streams(
 def fuse_chunk(
     weights: Eagle3Weights, streams_TS: Tensor, slot_T: Tensor, launch: PrefillLaunch
 ) -> Tensor:
-    """g of a chunk's lanes, in the model's dtype; otherwise like `fuse_streams`."""
+    """Compute g for a chunk's lanes, in the model's dtype; otherwise like `fuse_streams`."""
     normed = _normed_streams(weights, streams_TS, slot_T, launch.pdl)
     g = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
     return chunk_product(normed, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
@@ -296,7 +296,8 @@ def eagle3_decode(
     """Run the layer on `row`'s lanes; returns y, and y scaled for the final norm.
 
     combined_N2H  the normed embedding and hidden state
-    residual      `x` is what the layer adds to; updated in place. The other parts are not read.
+    residual      `x` is the stream that the layer adds to; updated in place. The other parts are
+                  not read.
     kv            the layer's cache: each live lane's keys and values are written at `row.position`
     launch        with plans of `Eagle3Config.linears`
     """
@@ -329,7 +330,7 @@ def eagle3_prefill(
     """Run the layer on a chunk's lanes; returns y `[T, H]` after the final norm, in model dtype.
 
     stream_TH  float32, what the layer adds to; it becomes y. Padded lanes hold anything.
-    The other arguments are those of `eagle3_decode`; `attention` is that of `Model.prefill`.
+    Other arguments as in `eagle3_decode`; `attention` as in `Model.prefill`.
     """
     layer = weights.layer
     scratch = prefill_scratch([layer], len(stream_TH), like=combined_T2H, launch=launch)

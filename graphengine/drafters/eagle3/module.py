@@ -57,7 +57,7 @@ _STREAMS = "eagle3_streams"
 class Eagle3Module(DraftModules):
     """The layer of an EAGLE3 checkpoint.
 
-    read        what was read of the checkpoint
+    read        config, tokens and names that were read from the checkpoint
     checkpoint  where its weights are; None: whoever allocates the module fills them, rows of
                 lm_head in the order of their tokens
     target      the target's config
@@ -183,7 +183,7 @@ class OpenEagle3(OpenModules):
         self.streams = self.step_streams = dict(zip(config.layers, parts, strict=True))
 
     def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
-        """fc of the target's stream after the chosen layers."""
+        """Apply fc to the target's stream after the chosen layers."""
         rows = self._rows[: lanes.slot.numel()]
         g = fuse_streams(self._weights, rows, lanes.slot, self.launch)
         return TargetHidden(g, fresh=True)

@@ -7,10 +7,9 @@ perhaps an `eagle_config`; that of vLLM's speculators has the layer's config in
 `eagle_aux_hidden_state_layer_ids` names the target layers to read, in one of two ways. If the
 lowest id is 1, id i is the output of layer i, as in SpecForge and SGLang. Otherwise id 0 is the
 embedding's output and id i the output of layer i - 1, as in vLLM and speculators. SGLang tells the
-two apart in the same way. Without ids the checkpoint was trained on the outputs of layers 1,
-n // 2 - 1 and n - 4 of n, which is what the default of 2, n // 2, n - 3 of SafeAILab, vLLM and
-SGLang means. Wrong layers raise no error, they only lower acceptance. So the log says which layers
-are read.
+two apart in the same way. Without ids the checkpoint was trained on the outputs of layers 1, n // 2
+- 1 and n - 4 of n, the default that SafeAILab, vLLM and SGLang write as 2, n // 2 and n - 3. Wrong
+layers raise no error, they only lower acceptance. So the log says which layers are read.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _SUPPORTED = {
     "parallel_drafting": False,
     "use_aux_hidden_state": True,
 }
-# A Llama's.
+# Defaults of a Llama's config.
 _DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, biases=("attention_bias", "mlp_bias"))
 _LAYER, _OFFSETS, _MASK = "layers.0.", "d2t", "t2d"
 # P-EAGLE checkpoints have the same tensor names, but draft all tokens at once.
@@ -77,11 +76,11 @@ class _Chosen(NamedTuple):
 
 
 class Eagle3Checkpoint(NamedTuple):
-    """What was read of an EAGLE3 checkpoint.
+    """The config, tokens and names that were read from an EAGLE3 checkpoint.
 
     token_ids  int64 [D], ascending: the target's ids that may be drafted; None: all
-    order      int64 [D]: for each of them its row in the checkpoint's lm_head; None: the rows are
-               in this order
+    order      int64 [D]: the row of each of these tokens in the checkpoint's lm_head; None: the
+               rows already have this order
     """
 
     config: Eagle3Config
@@ -211,7 +210,9 @@ def _layer_settings(config: HfConfig) -> dict[str, Any]:
 def _chosen(
     settings: Mapping[str, Any], target: ModelConfig, layers: Sequence[int] | None
 ) -> _Chosen:
-    """The layers that were asked for, else those that the config names, else the usual ones."""
+    """The layers that the caller asked for, else those that the config names, else the usual
+    ones.
+    """
     if layers is not None:
         return _Chosen(tuple(layers), f"is given layers={[*layers]}")
     ids: tuple[int, ...] | None = settings[_IDS]

@@ -42,7 +42,7 @@ from graphengine.models.weights import Destinations, StoredLinear, StoredWeights
 
 
 class ModulesConfig(Protocol):
-    """What is known of modules before anything is allocated."""
+    """Sizes of modules, known before anything is allocated."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -81,7 +81,7 @@ class ModuleOutput(NamedTuple):
 class TargetHidden(NamedTuple):
     """The target's hidden states of a step, as the first module reads them.
 
-    rows   of the N lanes
+    rows   the hidden state of each of the N lanes
     fresh  whether the launch before may still be writing them
     """
 
@@ -105,7 +105,7 @@ class DraftModules(ABC):
     wants_hidden: bool = True
     """Whether prefill must run all lanes through all of the target's layers."""
     reads_output: bool = True
-    """Whether the first module reads what the target's final norm leaves."""
+    """Whether the first module reads the target's hidden state after the final norm."""
     reads_streams: bool = False
     """Whether the first module reads the target's residual stream after some layers."""
 
@@ -153,10 +153,10 @@ class DraftModules(ABC):
 class OpenModules(ABC):
     """Modules that can be run, in captured steps.
 
-    fusions     how the input of each is made
+    fusions     how each module's input is made
     launch      with plans of their linears
     target_eps  of the target's final norm
-    dtype       of what they compute
+    dtype       of their results
     streams, step_streams  as in a `Drafter`
     """
 
@@ -179,7 +179,7 @@ class OpenModules(ABC):
         """See `Drafter.refresh`. By default nothing is made from the target's checkpoint."""
 
     def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
-        """What the first module reads of the lanes that the target was fed.
+        """The first module's input from the lanes that the target was fed.
 
         hidden  after the target's final norm, where the modules read that
         """
@@ -245,7 +245,7 @@ class ModuleDrafter(Drafter):
     """The drafter of `modules`; subclasses chain them.
 
     length  K
-    needs   what the subclass needs besides the modules' needs
+    needs   of the subclass, in addition to the modules' needs
     """
 
     def __init__(self, modules: DraftModules, length: int, needs: DraftNeeds) -> None:

@@ -55,7 +55,7 @@ class EagleDrafter(ModuleDrafter):
         output = opened.take_in_chunk(prefilled, following)
         last = prefilled.last_lane(following)
         self._drafts.begin(last)
-        # No PDL for what is written for decode: torch's own kernels run in between.
+        # No PDL for the launches that write decode's inputs: torch's own kernels run in between.
         self._chain(
             last,
             output.at(prefilled.chunk.last),
@@ -87,7 +87,7 @@ class EagleDrafter(ModuleDrafter):
         *,
         filtered: bool,
     ) -> None:
-        """Do what `propose` does; `hidden` and `of_tree` as in `OpenModules.take_in`."""
+        """Implement `propose`; `hidden` and `of_tree` as in `OpenModules.take_in`."""
         opened = self._opened
         first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, of_tree)
         if drafts:

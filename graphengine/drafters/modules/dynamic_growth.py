@@ -1,8 +1,8 @@
 """Grows a module's drafts into the most probable tree, which differs from step to step.
 
 Each run of the module is over the `top_k` best nodes of a depth, whatever their parents are; after
-the last one the best nodes of all depths are kept (`kernels/draft/trees/dynamic_tree.py`). In the
-module's cache the runs have entries of their own, which do not follow the numbers of kept nodes.
+the last one the best nodes of all depths are kept (`kernels/draft/trees/dynamic_tree.py`). Each run
+has its own entries in the module's cache; they are not numbered as the kept nodes are.
 
 Letters: S slots, R rows, W nodes with the root, K = W - 1, D depth, T `top_k`.
 """
@@ -43,7 +43,7 @@ class DynamicGrowth(TreeGrowth):
 
     @property
     def reserve(self) -> int:
-        # The next step's nodes have the entries of any tree. The runs' lanes have other entries.
+        # The next step writes the entries of a tree's nodes. The runs' lanes have other entries.
         return max(self.tree.nodes - 1, (self.tree.depth - 1) * self.tree.top_k)
 
     @property

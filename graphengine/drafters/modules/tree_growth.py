@@ -1,8 +1,8 @@
 """Grows a module's drafts into a tree, for any module; here trees of a fixed shape.
 
 A tree grows from its root by generations: the best tokens after each node that has children are
-drafted, and the module runs once over the new nodes that have children themselves. All that need be
-known of the module is how its input is made, how it runs over lanes, and its head.
+drafted, and the module runs once over the new nodes that have children themselves. A tree needs
+only three things of the module: how its input is made, how it runs over lanes, and its head.
 
 Letters: S slots, R rows, W nodes with the root, D depth, H hidden.
 """
@@ -30,12 +30,12 @@ from graphengine.models.launches import DecodeLaunch
 from graphengine.options.drafts.draft_trees import StaticTree, Tree
 
 RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]
-"""Runs a module on its combined input and a new stream for its lanes. The lanes are nodes of trees
-whose older nodes are in the module's cache."""
+"""Runs a module on its combined input and a new stream for its lanes. The lanes are tree nodes;
+their ancestors are already in the module's cache."""
 
 
 class GrowingModule(NamedTuple):
-    """What a tree needs of the module that proposes its nodes."""
+    """The parts of a module that a tree needs to propose nodes."""
 
     run: RunModule
     fusion: Fusion
@@ -64,7 +64,7 @@ class TreeGrowth(ABC):
     @property
     @abstractmethod
     def reserve(self) -> int:
-        """Positions past the last verified one that a module or the next step writes."""
+        """How many positions past the last verified one a module or the next step writes."""
 
     @property
     @abstractmethod
@@ -92,7 +92,7 @@ class TreeGrowth(ABC):
         source: Tensor | None = None,
         filtered: bool,
     ) -> None:
-        """Draft all nodes after a run of the module with this output.
+        """Draft all nodes of the trees, after a run of the module with this output.
 
         rows      the lanes that are roots, one a row
         limit     positions of the module's cache
@@ -108,7 +108,7 @@ class _Generation(NamedTuple):
     level: TreeLevel
     drawn: int
     lanes: TreeLanes
-    """The lanes of its inner nodes, for as many rows as there may be."""
+    """The lanes of its inner nodes, for the largest number of rows."""
     inner: int
 
     def lanes_of(self, rows: int) -> TreeLanes:
@@ -132,8 +132,8 @@ class StaticGrowth(TreeGrowth):
 
     @property
     def reserve(self) -> int:
-        # A root that is the request's second-last token has nodes whose entries lie past the
-        # request's end; no position does.
+        # If the root is the request's second-last token, some nodes have entries past the request's
+        # end, but no position lies there.
         return self.tree.nodes - 1
 
     @property

@@ -22,7 +22,7 @@ from graphengine.models.quantised.forms import stored_forms
 from graphengine.options.checks import some
 
 _LATENT, _EXPERTS = "latent attention (MLA)", "experts (MoE)"
-# Names below a decoder layer that show what it has.
+# Tensor names in a decoder layer that show which parts it has.
 _KINDS = {
     "self_attn.kv_a_proj": _LATENT,
     "self_attn.kv_b_proj": _LATENT,
@@ -141,7 +141,7 @@ def _check_feed_forwards(told: list[str] | None, experts: Collection[int], modul
 
 
 def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
-    """All tensors of a module must be there, and all that are there must be understood.
+    """Raise ValueError unless every tensor of the modules exists and every one found is understood.
 
     A tensor that nothing reads means that the module computes something else.
     """

@@ -142,16 +142,17 @@ class VanillaDrafter(ModuleDrafter):
     ) -> list[Tensor]:
         """Run all modules on a chunk, each on the previous one's output; returns their outputs.
 
-        What is kept is the output for the chunk's last row of each module that another follows. The
-        drafts after the last chunk begin as after a step that fed the prompt's last token, so there
-        the output for the row before that token is kept.
+        For each module but the last it keeps the output of the chunk's last row. After the last
+        chunk, drafting begins as if a step had fed the prompt's last token, so there it keeps the
+        output of the row before that token.
         """
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk = prefilled.chunk
         slot = chunk.slot[:1].clamp(min=0).long()
         epoch, fed = self._epoch.index_select(0, slot), self._kept_epoch.index_select(0, slot)
         kept_DH = kept_SDH.index_select(0, slot)[0]
-        # Without an earlier chunk, the rows before this one are those of a reused prefix, or none.
+        # If this is the first chunk, the rows before it belong to a reused prefix, or there are
+        # none.
         lowest = torch.where(fed == epoch, 0, chunk.position[:1])
         hidden = prefilled.hidden
         runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []
