@@ -184,7 +184,7 @@ def _new_setting(
     split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
     most_split = TREE_SPLIT if drafter.needs.depth else None
     if most_split is not None:
-        # In all graphs: sampled tokens must not depend on whether a step has drafts.
+        # The same in all graphs: sampled tokens must not depend on whether a step has drafts.
         split_tokens = min(split_tokens, most_split)
     launch = DecodeLaunch(
         plans=plans,
@@ -229,7 +229,7 @@ def _new_program(
     launch, rope_rows = setting.launch, None
     given, *deepstack = _given_rows(model, buffers) if config.prompt_embeds else (None,)
     if takes_grids(config, model.config):
-        # Only for the target: draft modules count a picture's rows as tokens.
+        # Only for the target: draft modules count positions in a picture as if it were text.
         launch = replace(launch, rope_shift=buffers[ROPE_SHIFT])
         rope_rows = _rope_rows(model, buffers)
     if adapters is not None:
@@ -262,7 +262,7 @@ def _new_program(
 def _frame_step(
     setting: DraftSetting, config: EngineConfig, codes: FrameCodes | None
 ) -> FrameStep | None:
-    """What draws the codes of frames in the steps; None where a step emits tokens."""
+    """The `FrameStep` that draws the codes of frames; None where a step emits tokens."""
     model = setting.model
     inner = model.weights.inner_weights
     if inner is None:
@@ -342,7 +342,7 @@ def _new_buffers(
         images=takes_images(config, model.config),
         deepstack=model.config.deepstack,
         inner=model.config.inner,
-        # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
+        # Requests that share a block each copy it: there may be more pairs than blocks.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         arrivals=memory.counters,
     )

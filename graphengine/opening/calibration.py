@@ -105,12 +105,12 @@ def calibrate(
 
     Everything an engine holds is allocated for this, with KV for these ids only, and freed again;
     `memory.budget` counts what this KV takes beyond the engine's own. Nothing is captured.
-    `drafter` itself is not opened, but a copy with the same weights.
+    `drafter` itself is not opened; a copy with the same weights is.
     """
     with span("calibrate"):
         _measure(model, memory, config, copy(drafter), ids, group)
         if memory.device.type == "cuda":
-            # Torch would not reuse this memory for the engine's stream, which is another one.
+            # The engine uses another stream, for which torch would not reuse this memory.
             clear_blas_workspaces()
             torch.cuda.empty_cache()
     log.info("fp8 KV: scales from a prompt of %d tokens", len(ids))
@@ -124,7 +124,7 @@ def _measure(
     ids: Sequence[int],
     group: RankGroup | None,
 ) -> None:
-    """Allocate, prefill and set the scales; afterwards nothing refers to what was allocated."""
+    """Allocate, prefill and set the scales; everything allocated here is freed on return."""
     blocks = calibration_blocks(len(ids), memory.block_size)
     plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0, rings=())
     held = allocate(model, plan, config, drafter, group)

@@ -26,7 +26,7 @@ def checked_drafts(
     """The tensors, once it is checked that all of them can be loaded into the drafter.
 
     source  tensors by their names in the drafter's checkpoint, all or some; or the directory of a
-            checkpoint that has all of those in use
+            checkpoint that has all tensors in use
 
     ValueError, with the name and both values, says what is wrong. Nothing is changed.
     """
@@ -84,7 +84,7 @@ def _check(drafter: Drafter, own: Checkpoint, values: Mapping[str, Tensor]) -> N
     check_finite({name: value for name, value in values.items() if name in wanted}, wanted)
     stored = own.mapped()
     for name, value in values.items():
-        # Which tokens the rows of lm_head are for is a part of the captured graphs.
+        # The captured graphs depend on which tokens the rows of lm_head are for.
         is_table = name not in wanted and not value.is_floating_point()
         if is_table and not torch.equal(value.cpu(), stored[name]):
             raise ValueError(f"{name} differs from {own.path}: an update cannot change it")

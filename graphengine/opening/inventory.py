@@ -1,4 +1,4 @@
-"""The one list of what an engine holds besides weights, caches and static fields.
+"""The one list of everything an engine holds, except weights, caches and static fields.
 
 The budget adds these lists up, allocation makes what they name, capture walks the graphs, and
 reports count them. `engine_fields` is the list of static fields, `cache_shape` that of caches.
@@ -76,7 +76,7 @@ class RingShape(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """The mailboxes of an engine; None for results that requests may not ask for."""
+    """The shapes of an engine's mailboxes; None for results that requests may not ask for."""
 
     tokens: RingShape
     logprobs: RingShape
@@ -131,7 +131,7 @@ class LinkShape(NamedTuple):
 
     ranks     number of ranks besides the driver
     data      words of a command's data, after its header
-    stages    words for the stage of a rank; the driver has them, too
+    stages    words for each rank's stage; the driver has such words, too
     text      words for the text of a rank
     launches  words for the times of a rank's last launches
     commands  number of commands in the ring
@@ -183,7 +183,8 @@ def state_places(
     model: ModelConfig, config: EngineConfig, needs: DraftNeeds, rings: Sequence[WindowRing]
 ) -> int:
     """Number of places that keep states of recurrent layers, for sessions and prefixes."""
-    # A draft model's own recurrent states are not kept; with such a model none are.
+    # The recurrent states of a draft model cannot be kept, so with such a draft model no states
+    # are.
     if rings or recurrent_states(needs.states) or not recurrent_states(model.states):
         return 0
     return config.session_states

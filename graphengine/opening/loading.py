@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 class CheckpointContents(NamedTuple):
     """A checkpoint's contents, and the model made from them, before anything is allocated.
 
-    place        where this rank is; `model` has its share of each layer of its stage
+    place        this rank's place among all ranks; `model` has its share of each layer of its stage
     whole        the model with all layers, not split
     split        the model with this share of all layers
     whole_stage  the layers of `model`, not split: only some layers in a pipeline
     calibration  token ids of the prompt that sets the scales of an fp8 KV cache
-    adapters     how many adapters there are slots for, and of which sizes; None: none
+    adapters     number and sizes of the slots for adapters; None: none
     """
 
     checkpoint: Checkpoint
@@ -118,7 +118,7 @@ def read_checkpoint(
     elif inner.end_token >= 0:
         found = (inner.end_token,)
     else:
-        # A tokenizer's end of sequence is none of a frame's token.
+        # The tokenizer's end-of-sequence id does not apply to codes of frames.
         found = read_eos_ids(checkpoint, model)
     eos_ids = config.check_eos_ids(found)
     whole, place = model, place_of_rank(share, config.pipeline_parallel)
@@ -147,7 +147,7 @@ def read_checkpoint(
 
 
 def _transposed_linears(model: ModelConfig) -> frozenset[str]:
-    """Names of the linears that checkpoints have with columns where others have rows."""
+    """Names of the linears that checkpoints store transposed."""
     linears = whole_weights(model).linears()
     return frozenset(name for each in linears if each.transposed for name, _ in each.parts)
 
@@ -162,13 +162,14 @@ def _drawn(checkpoint: Checkpoint, device: str) -> Checkpoint:
 
 
 def stage_contents(contents: CheckpointContents, pipe: Share) -> CheckpointContents:
-    """The part of a pipeline's rank, with its share of each layer; see `stage_of_rank`.
+    """The contents for one rank of a pipeline: its stage, with its share of each layer; see
+    `stage_of_rank`.
 
     Raises ValueError like `of_stage`.
     """
     stage = stage_of_rank(pipe)
     early = stage.rank < stage.ranks - 1
-    # Draft modules, whose layers are in the model's checkpoint, embed the tokens they draft.
+    # Draft modules of the model's checkpoint need the embedding, for the tokens they draft.
     embeds = (
         not early
         and bool(contents.drafter.needs.states)
@@ -188,7 +189,7 @@ def plan_checkpoint(
 ) -> MemoryPlan:
     """Plan the memory that an engine will hold, within what is free now.
 
-    footprint  what the steps take, if it is known; None: it is traced, on a GPU
+    footprint  memory of the steps, if known; None: it is traced, on a GPU
     """
     memory = plan_with_footprint(
         contents.model,
@@ -256,7 +257,7 @@ def load_checkpoint(
     # A pipeline's stage leaves most tensors to the other stages.
     if unused and config.pipeline_parallel == 1:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
-    # Codes are no tokens of the tokenizer.
+    # Codes are not tokens of the tokenizer.
     largest = None if model_config.inner is not None or tokenizer is None else tokenizer.largest_id
     model = weights.open(
         max_seq_len=memory.max_seq_len,
@@ -279,7 +280,7 @@ def load_checkpoint(
 
 
 def _adaptable(weights: ModelWeights, linears: Sequence[StoredLinear]) -> list[StoredLinear]:
-    """The weights that adapters can change, as this rank has them among all linears."""
+    """The weights that adapters can change: of all linears, those that this rank has."""
     changed = {id(linear.weight) for linear in weights.adaptable()}
     return [linear for linear in linears if id(linear.weight) in changed]
 

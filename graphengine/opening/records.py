@@ -29,8 +29,8 @@ class RecordMemory:
     Processes that take the same shapes in the same order get the same memory. `device` is the one
     whose kernels write it; None on a CPU, and for a process that only reads.
 
-    OSError where the file's disk, or memory, has no room for it; RuntimeError where CUDA refuses
-    it.
+    OSError where the file's disk, or memory, has no room for it; RuntimeError where CUDA refuses to
+    pin it.
     """
 
     def __init__(self, path: Path, nbytes: int, device: torch.device | None = None) -> None:
@@ -135,7 +135,7 @@ def _frame_codes(
     steps: int,
     words: Callable[[RingShape], Tensor | None],
 ) -> FrameCodes:
-    """The mailboxes of frames of `steps` codes, and the table of those that requests give."""
+    """The mailboxes of frames of `steps` codes, and the table of codes that requests give."""
     of_codes, of_logprobs, device = rings.codes, rings.codes_logprobs, memory.device
     assert of_codes is not None and of_logprobs is not None, f"{rings=}"
     return FrameCodes(

@@ -2,7 +2,7 @@
 
 Blocks allocate their tensors with `torch.empty` and `torch.zeros`. Inside `allocating` these take
 pages that can be given back (`buckets/pages.py`), at addresses that stay. Nothing else of an engine
-is in such pages: static fields, tables and what graphs use keep their memory.
+is in such pages: static fields, tables and the graphs' pool keep their memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from graphengine.buckets.pages import new_pages
 
 _PIECE = 2**30
-"""Bytes of a piece of the host's copy. torch rounds what it pins up to a power of two."""
+"""Bytes of a piece of the host's copy. torch rounds pinned allocations up to a power of two."""
 
 
 class ReleasableMemory:
@@ -31,7 +31,7 @@ class ReleasableMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # What torch's allocator keeps for itself is of no use here.
+        # Memory that torch's allocator has cached cannot be mapped here.
         drop_cached_memory(device)
         self._pages = new_pages(device)
         self._blocks: list[Tensor] = []
@@ -55,7 +55,7 @@ class ReleasableMemory:
         return block.view(dtype).view(tuple(shape))
 
     def save(self, keep: Callable[[Tensor], bool] | None = None) -> None:
-        """Copy blocks for which `keep` is true, or all, to the host, from where `restore` has them.
+        """Copy blocks for which `keep` is true, or all, to the host; `restore` copies them back.
 
         Blocks are uint8 tensors, each the memory of one tensor that was allocated. The host's copy,
         pinned on a GPU, is made by the first call and kept for the next ones. RuntimeError where
@@ -75,7 +75,8 @@ class ReleasableMemory:
         return released
 
     def restore(self) -> None:
-        """Have pages again, if they are released: what was saved is as it was, all else is 0.
+        """Map pages again, if they are released: saved blocks get their contents back, all else is
+        0.
 
         RuntimeError, with nothing restored, where there is too little memory.
         """
@@ -123,7 +124,7 @@ def releasable_memory(device: torch.device, *, releasable: bool) -> ReleasableMe
 def allocating(memory: ReleasableMemory | None) -> AbstractContextManager[object]:
     """A context in which `torch.empty` and `torch.zeros` take this memory, if any, on its device.
 
-    Only calls that name the device do.
+    Only calls that name the device take it.
     """
     return nullcontext() if memory is None else _Allocating(memory)
 
@@ -157,7 +158,7 @@ class _Allocating(TorchFunctionMode):
 
 
 def not_filled_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Whether a block has bytes that none of these tensors has, which do not overlap."""
+    """Whether a block has bytes outside all of these tensors. The tensors must not overlap."""
     places = {(each.data_ptr(), each.shape, each.stride()): each for each in tensors}
     starts = sorted((each.data_ptr(), each.nbytes) for each in places.values())
 

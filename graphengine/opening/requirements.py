@@ -66,8 +66,8 @@ def check_packing(
 ) -> None:
     """ValueError where one prefill replay cannot take chunks of several prompts.
 
-    In such an engine no bit of a lane depends on the number of lanes of a chunk, for which not all
-    kernels of prefill are made.
+    In such an engine a lane's bits must not depend on the number of lanes of its chunk. Not all
+    prefill kernels ensure that.
     """
     if config.prompts_per_prefill == 1:
         return

@@ -91,6 +91,6 @@ class StateCheckpointTensors:
         return tuple(kept[place].clone().cpu() for kept in self._kept.values())
 
     def write(self, place: int, parts: Sequence[Tensor]) -> None:
-        """Queue the copy of what `read` returned."""
+        """Queue the copy back of the parts that `read` returned."""
         for kept, part in zip(self._kept.values(), parts, strict=True):
             kept[place].copy_(part)

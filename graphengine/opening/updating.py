@@ -122,7 +122,7 @@ class LoadedWeights:
         load_weights(given, wanted, linears, self.whole.embedding_name)
 
     def filled(self) -> list[Tensor]:
-        """The tensors that an update of all that is in use fills, each of them whole."""
+        """The tensors that a complete update fills, each of them whole."""
         tensors: list[Tensor] = []
         for found in self.wanted.values():
             several = [found] if isinstance(found, Tensor | ReorderedTensor) else found
@@ -151,8 +151,8 @@ class LoadedWeights:
         return f"{self.whole.embedding_name}.weight"
 
     def _sources(self, linear: StoredLinear, values: Collection[str]) -> list[str]:
-        """Names of the tensors that a rounded weight is made from; for a tied lm_head, the name
-        among the values.
+        """Names of the tensors that a rounded weight is made from; for a tied lm_head, whichever of
+        its two names is among the values.
         """
         stored = values if self.whole.tie_embeddings else self.checkpoint.tensors
         return rounded_names(linear, stored, self.whole.embedding_name)
@@ -193,8 +193,8 @@ class LoadedWeights:
         return self._embedding if name == _HEAD else _HEAD
 
     def _untied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values with a tied weight once, under the name that is loaded. ValueError if its two
-        values differ.
+        """The values, with each tied weight only once, under the name that is loaded. ValueError if
+        its two values differ.
         """
         if not self.whole.tie_embeddings:
             return values
@@ -251,7 +251,7 @@ def named_tensors(
 
 def check_value(name: str, value: Tensor, stored: TensorInfo) -> None:
     """ValueError unless the tensor can take the place of the one that a checkpoint has stored."""
-    # Tables that are not weights are left out later.
+    # Tables that are not weights are dropped later.
     if value.dtype not in (*WEIGHT_DTYPES, stored.dtype):
         dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
         raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
@@ -274,7 +274,7 @@ def check_finite(values: Mapping[str, Tensor], wanted: Destinations) -> None:
     for name, value in values.items():
         if value.is_floating_point() and value.numel():
             low, high = torch.aminmax(value)
-            # Either is NaN where a number is.
+            # Both are NaN if the tensor has a NaN.
             cast = torch.stack((low, high)).to(_dtype_of(name, value, wanted)).float()
             extremes.setdefault(value.device, {})[name] = cast
     wrong: list[str] = []
@@ -327,7 +327,7 @@ def _check_same(whole: ModelConfig, found: ModelConfig, path: Path) -> None:
 
 
 def _first_difference(name: str, found: Any, whole: Any) -> tuple[str, Any, Any]:
-    """Where two values, whose place has this name, differ first, and the values there."""
+    """The name of the first difference between two values called `name`, and the values there."""
     names: list[str] = []
     if is_dataclass(whole) and type(whole) is type(found):
         names = [field.name for field in fields(whole)]

@@ -1,1 +1,3 @@
-"""What is captured: the steps of a replay, the static fields they see, and the keys of graphs."""
+"""The captured programs: the steps of a replay, the static fields they see, and the keys of
+graphs.
+"""

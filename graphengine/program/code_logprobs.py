@@ -25,7 +25,8 @@ class CodeLogprobs:
 
     sampling  how the code at each place is drawn, K of them
     mailbox   receives them, K items for each lane
-    sampled   whether requests may ask for log-probabilities of what codes are drawn from
+    sampled   whether requests may ask for log-probabilities of the distribution that codes are
+              drawn from
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class CodeLogprobs:
         )
 
     def publish(self, value_KN: Tensor, count_R: Tensor, slot_R: Tensor, *, pdl: bool) -> None:
-        """Publish those of the rows that have a frame; the step itself has published."""
+        """Publish the log-probabilities of rows that have a frame; the step itself has
+        published.
+        """
         publish_code_logprobs(
             self._mailbox, self._sequence, count_R, slot_R, self._wants, value_KN, pdl=pdl
         )

@@ -12,7 +12,7 @@ from graphengine.program.step import StepOutputs, StepProgram
 
 
 class EarlyStage(StepProgram):
-    """An early stage publishes that a replay is done, but no token: the last stage does that."""
+    """An early stage publishes only that a replay is done; the last stage publishes tokens."""
 
     flow: StageFlow
 

@@ -1,10 +1,10 @@
-"""What streams into frames, embeddings or codes: a ring of rows for each slot, and how the host
-fills it.
+"""Embeddings or codes that stream into frames: a ring of rows for each slot, and how the host fills
+it.
 
 A frame's row must be on the device before its step is launched, and may be overwritten once that is
 launched, as copies and replays share one stream. So a slot's ring has rows for the next frames that
 are not launched; they are copied several at a time, and only where the next launch needs one that
-is not there yet. A frame from the slot's bound on gets the pad.
+is not there yet. Frames from the slot's bound on get the pad.
 
 Letters: S slots, R rows of a ring, H hidden, P codes of a row.
 """
@@ -33,11 +33,12 @@ FED_ROWS, FED_BOUND = "fed_rows", "fed_bound"
 FED_RING = 16
 """Rows of a slot's ring, at least as many as a launch has steps."""
 PADDED = "feed/padded"
-"""Counter of launched frames that got the pad, also of such past a reply's end."""
+"""Counter of launched frames that got the pad, including frames past a reply's end."""
 
 
 def fed_fields(config: FrameCoder, sizes: FieldSizes, steps: int) -> list[Field]:
-    """What streams into the frames of each slot; nothing for a model that takes none.
+    """Fields of the rows that stream into the frames of each slot; empty for a model that takes
+    none.
 
     steps  of a launch, at most
 
@@ -81,7 +82,7 @@ def fed_rows(weights: FrameWeights, buffers: StaticBuffers) -> Fed | None:
 
 
 class Feeds:
-    """The host's side of the fields of `fed_fields`, whose rows it keeps once more.
+    """The host's side of the fields of `fed_fields`; it keeps its own copy of their rows.
 
     fields    the engine's fields
     slots     S
@@ -124,7 +125,9 @@ class Feeds:
         return updates
 
     def _begin(self, slot: int, request: Request | None) -> bool:
-        """Forget the rows of the request that had the slot; whether another one has it now."""
+        """Forget the rows of the request that had the slot; returns whether another request has it
+        now.
+        """
         if request is self._held[slot]:
             return False
         self._held[slot], self._bound[slot] = request, 0
@@ -149,7 +152,9 @@ class Feeds:
 
 
 def new_feeds(fields: Sequence[Field], slots: int, counters: Counter[str]) -> Feeds | None:
-    """The host's side of what streams into frames; None in an engine into which nothing does."""
+    """The host's side of rows that stream into frames; None for an engine whose frames take
+    none.
+    """
     if all(field.name != FED_ROWS for field in fields):
         return None
     return Feeds(fields, slots, counters)

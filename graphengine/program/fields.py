@@ -53,7 +53,7 @@ def field_table(
     record_routing: bool = False,
     prompts: int = 1,
 ) -> list[Field]:
-    """Every tensor a replay can see, except the weights, the KV cache and what a drafter adds.
+    """Every tensor a replay can see, except the weights, the KV cache and the drafter's fields.
 
     drafts           K, drafts of a step at most
     host_drafts      whether the host writes them, rather than a drafter on the device
@@ -127,7 +127,7 @@ def _ring_fields(rings: Sequence[WindowRing], slots: int, table_blocks: int) -> 
             owner="host",
             pad=0,
             meaning=f"blocks of each slot's ring, of window {ring.window}",
-            # They change only when the requests in the slots do.
+            # Copied only when the requests in the slots change.
             group="rings",
         )
         for ring in rings
@@ -151,7 +151,7 @@ def engine_fields(
     deepstack: int = 0,
     inner: FrameCoder | None = None,
 ) -> list[Field]:
-    """All static fields of an engine: what it allocates, and what its budget adds up."""
+    """All static fields of an engine. Allocation makes them, and the budget adds them up."""
     drafts = drafter.needs.length
     fields = field_table(
         slots=sizes.slots,
@@ -242,7 +242,7 @@ def seen_updates(plan: Plan) -> dict[str, Any]:
 
 
 def _rope_fields(sizes: FieldSizes) -> list[Field]:
-    """The rows of RoPE's tables by which tokens turn, in prompts with grids of embeddings."""
+    """The rows of RoPE's tables that rotate tokens, in prompts with grids of embeddings."""
     return [
         Field(
             name=ROPE_SHIFT,
@@ -392,7 +392,9 @@ def packed_updates(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
 
 
 def _device_tokens(request: Request, first: int, stop: int) -> Sequence[int]:
-    """The prompt's tokens at these positions, as far as they exist, as the device gets them."""
+    """The prompt's tokens at these positions, up to the prompt's end, in the form that the device
+    reads.
+    """
     ids, embeds = request.prompt_token_ids[first:stop], request.job.embeds
     return embeds.tokens(ids, first) if embeds else ids
 

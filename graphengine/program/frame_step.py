@@ -59,7 +59,7 @@ DRAWN_FIELDS = {name: f"codes_{name}" for name in DrawnCode._fields}
 # Slots of a row are padded to whole 16 bytes, as kernels are compiled for where a row begins.
 ALIGNED = 4
 CODE_STRIDE = 2**24
-"""Positions between the noise of a code and that of the next one."""
+"""Distance in noise positions from one code of a frame to the next."""
 MOST_POSITIONS = CODE_STRIDE
 MOST_STEPS = 2**31 // CODE_STRIDE - 1
 
@@ -81,7 +81,7 @@ def inner_fields(config: FrameCoder, sizes: FieldSizes) -> list[Field]:
             owner="host",
             pad=pad,
             meaning=meaning,
-            # They change only when the requests in the slots do.
+            # Copied only when the requests in the slots change.
             group="codes",
         )
 
@@ -137,7 +137,7 @@ class Frame(NamedTuple):
 
 
 class FrameStep(ABC):
-    """What draws the codes of frames in the steps of its model.
+    """Draws the codes of frames in the steps of its model.
 
     launch    how the model's kernels are launched
     family    of the products
@@ -145,7 +145,7 @@ class FrameStep(ABC):
     given     int16 [S, P, K]: codes of frames by position, -1 where they are drawn
     mailbox   receives the codes, in the layout of experts' ids: K layers of one id each
     logprobs  receives their log-probabilities, K items for each lane
-    sampled   whether these may be of what codes are drawn from
+    sampled   whether these may be those of the distribution that codes are drawn from
     first_codes  codes of the first codebook where these are the model's ids, else 0
     """
 
@@ -186,16 +186,16 @@ class FrameStep(ABC):
 
     @abstractmethod
     def _prepare(self, weights: Any, buffers: StaticBuffers, family: RowFamily) -> None:
-        """Make ready what draws the codes; sets `plans`."""
+        """Prepare the products and buffers that draw the codes; sets `plans`."""
 
     @property
     def numerics(self) -> str:
-        """What the bits of codes depend on besides the model: the plans of the products."""
+        """The plans of the products: codes' bits depend on them and on the model."""
         return ", ".join(f"{name} {plan}" for name, plan in self.plans.items())
 
     def begin(self, lanes: DecodeLanes, norm_H: Tensor, residual: Residual) -> None:
-        """Begin a decode step's stream with the embedding of each lane's last frame, and what is
-        fed to it.
+        """Begin a decode step's stream with the embedding of each lane's last frame, plus the row
+        that streams into it.
         """
         embed_frames(
             self._codes,
@@ -224,9 +224,9 @@ class FrameStep(ABC):
         """Draw a frame whose first code has these tiles.
 
         hidden   the model's stream, scaled for its final norm, or `[N, H]` after it
-        sampler  of the later codes; that of "full" knows the requests' filters
-        logits   of the first code; None where no lane may want log-probabilities. Without "full" it
-                 is None
+        sampler  of the later codes; "full" applies the requests' filters
+        logits   of the first code; None without "full", and where no lane may want
+                 log-probabilities
         """
 
     def _note(
@@ -298,7 +298,7 @@ class InnerStep(FrameStep):
                 output = self._steps.run(place, embedded, slot, stream, launch)
             tiles, logits = self._tiles(place, output, lanes, sampler, launch)
             if place < config.steps - 1:
-                # The output of the position before has been read by now.
+                # By now the previous position's output has been read.
                 x = torch.empty_like(x[:1])
                 embedded = self._taken(tiles, slot, frame, x, place, pdl)
                 self._note(place, logits, frame, lanes, logprob, pdl)
@@ -315,7 +315,9 @@ class InnerStep(FrameStep):
         place: int,
         pdl: bool,
     ) -> Tensor:
-        """Note and embed the code of these tiles: its embedding, or the stream that it begins."""
+        """Note the code that these tiles choose; returns its embedding, or the stream that it
+        begins.
+        """
         config = self.config
         return take_code(
             *(*tiles, slot, frame, self._codes, self._weights.codes, x),

@@ -1,4 +1,4 @@
-"""Fields of frames, their updates, and what draws frames in the steps of a model."""
+"""Fields of frames, their updates, and the `FrameStep` that draws frames for a model."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def frame_updates(
 def new_frame_step(
     weights: FrameWeights, buffers: StaticBuffers, launch: DecodeLaunch, **options: Any
 ) -> FrameStep:
-    """What draws frames with these weights; the arguments are those of `FrameStep`."""
+    """The `FrameStep` for these weights; arguments as in `FrameStep`."""
     kind = HeadsStep if isinstance(weights, HeadsWeights) else InnerStep
     return kind(weights, buffers, launch, **options)

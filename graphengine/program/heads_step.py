@@ -48,7 +48,7 @@ def delay_fields(sizes: FieldSizes) -> list[Field]:
             owner="host",
             pad=0,
             meaning="position of the last prompt token, and frames begun in the prompt, by slot",
-            # They change only when the requests in the slots do.
+            # Copied only when the requests in the slots change.
             group="codes",
         ),
         Field(

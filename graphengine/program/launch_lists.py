@@ -18,15 +18,15 @@ Row = TypeVar("Row")
 def record_schedule(steps: Mapping[GraphKey, Callable[[], object]]) -> Schedule:
     """Run each step once, with its launches recorded and none of them made.
 
-    What torch computes in a step is computed, with zeros where kernels would have written first;
-    what that does to static buffers is for the caller to reset. On a CPU references run in place of
-    launches, which leaves the lists empty, unless a GPU is `assumed`.
+    Torch's own operations do run, and read zeros where kernels would have written first; the caller
+    must reset the static buffers afterwards. On a CPU references run in place of launches, so the
+    lists are empty unless a GPU is `assumed`.
     """
     return {key: tuple(describe_launches(step, lambda op: op)) for key, step in steps.items()}
 
 
 def describe_launches(step: Callable[[], object], describe: Callable[[Op], Row]) -> list[Row]:
-    """Run one step as `record_schedule` does; what `describe` returns for each launch.
+    """Run one step as `record_schedule` does; returns `describe(launch)` for each launch.
 
     No launch is kept, so the step takes no more memory than when it runs: a list of its launches
     would keep the intermediates of all layers.

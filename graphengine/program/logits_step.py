@@ -1,4 +1,4 @@
-"""What the `full` graphs do with logits besides sampling, for requests that ask for it.
+"""Work on logits in the `full` graphs other than sampling, for requests that ask for it.
 
     process         before the sampler: bans, biases, penalties
     report          after the tokens are published: their log-probabilities; notes the tokens
@@ -41,7 +41,7 @@ from graphengine.models.contract import Model
 from graphengine.options.logits_params import LogprobsMode
 from graphengine.requests.processing import logits_tensors
 
-# The fields of `processing.py` that have another name in the kernels.
+# Fields of `processing.py` whose name in the kernels differs.
 _FIELDS = {
     "tokens": "stop_sequences",
     "start": "output_start",
@@ -56,8 +56,9 @@ class Processed(NamedTuple):
     logits: Tensor
     """float32 [N, V], processed: the sampler reads these."""
     raw: Tensor | None
-    """float32 [N, V], unprocessed; set in the lanes whose log-probabilities come from them. Where
-    these are to be of what the token is drawn from, `report` writes that here."""
+    """float32 [N, V], unprocessed; set in the lanes whose log-probabilities come from them. If
+    log-probabilities of the sampling distribution are wanted, `report` writes that distribution
+    here."""
     lanes: DecodeLanes
 
 
@@ -104,7 +105,7 @@ class LogitsStep:
         self._sequence = buffers["sequence"]
         self._top = top
         self._keep_raw = mode != "processed_logprobs"
-        # What tokens are drawn from; None where no request may ask for it.
+        # The distribution that tokens are drawn from; None where no request may ask for it.
         self._sampling: SamplingTensors | None = None
         if mode == "sampled_logprobs":
             self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
@@ -151,8 +152,9 @@ class LogitsStep:
         path: AcceptedPath | None = None,
         pdl: bool = False,
     ) -> None:
-        """Publish the log-probabilities of the step's tokens, int32 [N], `count` of each row, and
-        note the tokens. The step itself has already published. With trees, `path` has the N lanes.
+        """Publish the log-probabilities of the step's tokens, int32 [N], `count` of them in each
+        row, and note the tokens. The step itself has already published. With trees, `path` has the
+        N lanes.
         """
         logits, raw, lanes = processed
         if self._sampling is not None:
@@ -198,7 +200,7 @@ class LogitsStep:
         """Replace drafts by the text that grammars force after the tokens that `report` noted.
 
         slot   int32 [R * width]: of each lane; -1 for padded rows
-        final  int32 [1]: 0 where no lane has sampled a token; None: they have
+        final  int32 [1]: 0 where no lane has sampled a token; None: all lanes have
         """
         if self._drafts is not None:
             assert self._followed is not None, "a pool has automata"
@@ -221,7 +223,7 @@ class LogitsStep:
         final   int32 [1]: not 0 where the last lane is the prompt's last token
 
         Lanes without a token are left out, unless the whole vocabulary's log-probabilities may be
-        written: then what is published for every lane says that its row has been.
+        written. Then every lane publishes, which tells the host that its row is written.
         """
         assert self._prompt_mailbox is not None, "an engine without prompt_logprobs"
         wants = self._prompt_wants

@@ -4,10 +4,10 @@
     arrive    the residual stream comes from the previous stage
     leave     it goes to the next stage; the last one samples, and publishes
 
-What a decode step feeds follows from the device-owned state: the tokens that were sampled, drafts,
-and how far each slot is. Only the last stage commits tokens, and at the beginning of a decode step
-all stages copy that state: a few numbers a slot, and no logits. The chunks of a prompt need none of
-it, so a stage may feed the next chunk while the stage after it still works on the current one.
+The inputs of a decode step follow from the device-owned state: the sampled tokens, drafts, and how
+far each slot is. Only the last stage commits tokens. So at the beginning of a decode step all
+stages copy its state: a few numbers a slot, and no logits. The chunks of a prompt do not need it,
+so a stage may feed the next chunk while the stage after it still works on the current one.
 
 Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill bucket,
 S slots, H hidden.
@@ -25,7 +25,8 @@ from graphengine.kernels.linear.residual import Residual, sums_of_squares
 from graphengine.kernels.step.state import PrefillLanes, SlotState
 from graphengine.models.launches import Share
 
-# The fields of `SlotState` that the last stage commits: each stage counts its own replays.
+# The fields of `SlotState` that the last stage commits. Replays are not among them: each stage
+# counts its own.
 _COMMITTED = SlotState._fields[:-1]
 
 
@@ -38,7 +39,7 @@ class StageGroup(Protocol):
         ...
 
     def receive(self, tensor: Tensor, /) -> None:
-        """Wait for what the previous stage sends, which has this shape and dtype."""
+        """Wait for the previous stage's tensor, which has this shape and dtype."""
         ...
 
     def send(self, tensor: Tensor, /) -> None:
@@ -59,7 +60,7 @@ class StageGroup(Protocol):
 
 
 class StepFlow:
-    """The stream of a model without pipeline stages: nothing comes from elsewhere."""
+    """The stream of a model without pipeline stages: nothing is received or sent."""
 
     def is_common(self, field: Field) -> bool:
         """Whether this field is the same on all ranks between two steps, after `begin`."""
@@ -90,7 +91,8 @@ class StageFlow(StepFlow):
         self._group, self._hidden = group, hidden
         names = [*_COMMITTED, *(["draft_tokens"] if drafts else [])]
         self._fed = {name: buffers[name] for name in names}
-        # How many groups of squares the previous stage leaves; whether the next one has got ours.
+        # How many groups of squares the previous stage leaves; whether the next stage knows our
+        # number.
         self._groups, self._told = 0, False
 
     @property
@@ -120,7 +122,7 @@ class StageFlow(StepFlow):
             return residual
         self._group.receive(residual.x)
         if not self._groups:
-            # Once, in the very first step, which is not in a graph.
+            # Received once, in the very first step, which is not in a graph.
             self._groups = self._group.receive_count(residual.x.device)
         torch.mul(residual.x, norm_H, out=residual.scaled)
         squares = sums_of_squares(residual.x, self._groups)

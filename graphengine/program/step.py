@@ -1,4 +1,4 @@
-"""The captured programs: what one replay does, in order.
+"""The captured programs: the stages of one replay, in order.
 
     decode    command, gather, embed -> layers -> lm_head, sample -> verify, commit, publish, draft
     prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
@@ -78,7 +78,7 @@ class FedChunks(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a step computed before it published; valid until the next step of the same pool.
+    """A step's results before it published; valid until the next step of the same pool.
 
     `logits` is None where the fast sampler keeps them out of memory.
     """
@@ -112,7 +112,7 @@ class StepProgram:
         flow: StepFlow | None = None,
         frames: FrameStep | None = None,
     ) -> None:
-        # Where the stream comes from.
+        # The source of the stream.
         self.flow = flow or StepFlow()
         self.drafter = drafter
         self.relaxation = relaxation
@@ -123,9 +123,10 @@ class StepProgram:
         self.given = given
         # Features of each level, which are added to the stream of these positions.
         self.deepstack = tuple(deepstack)
-        # Rows of RoPE's tables for the lanes of the largest chunk; None where these are positions.
+        # Rows of RoPE's tables for the lanes of the largest chunk; None where rows are positions.
         self.rope_rows = rope_rows
-        # Keys that each lane of the largest chunk sees; None where these are those up to its own.
+        # Number of keys that each lane of the largest chunk sees; None where each sees those up to
+        # its own.
         self.seen = seen
         self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
@@ -179,7 +180,7 @@ class StepProgram:
             num_speculative_tokens=drafts,
             relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
-            # Whoever owns the draft table clears the drafts that were used.
+            # The owner of the draft table clears the drafts that were used.
             draft_SK=None if self.drafter.needs.host_drafts else self._draft_table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
@@ -231,7 +232,7 @@ class StepProgram:
         )
         embedding, norm, stream = model.weights.embedding, model.first_norm, residual
         if self.frames is not None:
-            # A frame's embedding follows: nobody reads that of its token.
+            # The frame's embedding is written next; its token's embedding is not read.
             embedding, norm = embedding[:, :1], norm[:1]
             stream = new_residual(rows, 1, 1, dtype=model.dtype, device=buffers.device)
         lanes = gather_and_embed(
@@ -347,7 +348,9 @@ class StepProgram:
         return StepOutputs(logits, sampled, flags)
 
     def _last_hidden(self) -> Tensor | None:
-        """Memory for what an inner decoder reads of a chunk's last lane; None: nobody does."""
+        """Memory for the hidden state of a chunk's last lane, for an inner decoder; None without
+        one.
+        """
         if self.frames is None:
             return None
         hidden = self.model.config.hidden_size
@@ -364,8 +367,8 @@ class StepProgram:
         """Logits of each chunk's last lane; hidden states and experts of all lanes, if asked for.
         `output` receives the last lane after the final norm. `slot` has the chunks' slots.
 
-        The last layer's experts come from the pass that computes all lanes, except the last lane's:
-        these come from the pass that computes its logits.
+        The last layer's experts come from the pass over all lanes. Only the last lane's come from
+        the pass that computes its logits.
         """
         routes = last = None
         if self.routing is not None:
@@ -395,7 +398,7 @@ class StepProgram:
         return vocabulary.logits(logits), end.hidden, routes
 
     def _rows_of(self, chunk: PrefillLanes) -> RopeRows | None:
-        """The rows of RoPE's tables by which a chunk's lanes turn; None: their positions."""
+        """The rows of RoPE's tables that rotate a chunk's lanes; None: their positions."""
         rows = self.rope_rows
         return rows and rows._replace(of_axis=rows.of_axis[: len(chunk.slot)])
 
@@ -428,7 +431,7 @@ class StepProgram:
         return gather_prefill(buffers["prefill_tokens"][:tokens], fed.slot, fed.start, fed.counts)
 
     def _publish_nothing(self, slot: Tensor) -> Tensor:
-        """Publish a replay that emits no token; returns the zero that stands for none."""
+        """Publish a replay that emits no token; returns the zero that counts its tokens."""
         nothing = torch.zeros_like(slot)
         publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
         return nothing
@@ -472,7 +475,7 @@ def _attend_by_window(
 
 
 def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: int) -> Verified:
-    """What a drafter gets of a step of these lanes; for trees, the lanes of the accepted paths."""
+    """A drafter's inputs from a step of these lanes; for trees, the lanes of the accepted paths."""
     if step.path is None:
         return Verified(lanes, hidden, step, drafts)
     path = step.path

@@ -121,7 +121,7 @@ def _check_one_request(
 ) -> None:
     """OutOfBudget, with the numbers, if the `left` bytes hold no request of `max_seq_len` tokens.
 
-    The budget's own check raises a different error if nothing is left for KV at all.
+    If nothing is left for KV at all, the budget's own check raises a different error.
     """
     size, slots = shape.config.block_size, shape.config.max_batch
     blocks, fitting = shape.table_blocks, left // block.pool - 1

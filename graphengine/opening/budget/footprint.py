@@ -1,8 +1,9 @@
-"""What an engine's steps take besides what it holds, from the list of what they will launch.
+"""The memory of an engine's steps, beyond what the engine holds, from the list of their launches.
 
 The list is made before anything is allocated: the steps run once over tensors without memory, with
-their launches recorded. An intermediate takes its bytes from where it is made to where it is let go
-of, as torch's allocator sees it, so two that do not exist at the same time share memory.
+their launches recorded. An intermediate takes its bytes from its creation until its last reference
+is gone, as in torch's allocator, so two intermediates that do not exist at the same time share
+memory.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from graphengine.opening.budget.torch_results import known_result
 from graphengine.opening.budget.workspace import UNLISTED, Footprint
 from graphengine.program.graph_key import GraphKey
 
-# A product of the BLAS may take two: one for parts of K, and one that adds them up.
+# A product of the BLAS may take two nodes: one for parts of K, and one that adds them up.
 _NODES_OF_TORCH = 2
 _PRODUCTS = {"addmm", "bmm", "matmul", "mm", "linear", "_scaled_mm"}
-# Most calls ask for something of a tensor, or make a view of it; attributes are method wrappers.
+# Most calls only read a property of a tensor or make a view. Property reads arrive as method
+# wrappers.
 _QUESTIONS = ("__len__", "data_ptr", "dim", "is_contiguous", "numel", "stride", "storage_offset")
 _VIEWS = ("as_strided", "t", "transpose", "unbind", "unsqueeze", "view")
 _NO_NODES = frozenset(getattr(Tensor, name) for name in (*_QUESTIONS, *_VIEWS))
@@ -52,13 +54,13 @@ def plan_with_footprint(
     place: Place = ALONE,
     footprint: Footprint | None = None,
 ) -> MemoryPlan:
-    """`plan_memory` with what the steps take; on a CPU, with its estimates.
+    """`plan_memory` with the steps' traced footprint; on a CPU, with its estimates.
 
     `model` and `drafter` are those of the rank at `place`. The drafter must be allocated
     afterwards, as for `sketch_steps`.
 
-    footprint  what the steps take, from a plan that differs in the number of blocks alone; None:
-               they are traced
+    footprint  of the steps, from a plan that differs only in the number of blocks; None: it is
+               traced
     """
     plan = partial(
         plan_memory,
@@ -80,11 +82,13 @@ def plan_with_footprint(
 
 
 def trace_footprint(steps: Mapping[GraphKey, Callable[[], object]]) -> Footprint:
-    """What the steps take, run over tensors without memory; inside `assumed`, like them.
+    """Trace the steps over tensors without memory. Call it inside `assumed`, where the steps must
+    run.
 
-    Of the decode steps of a kind, the largest takes the most of everything. Prefill steps all run:
-    how attention divides a chunk's keys among programs depends on its length. A graph of several
-    steps has as many times the nodes of the graph of one, and reuses the memory of each step.
+    Among decode steps of one kind, only the largest is run, as it takes the most of everything. All
+    prefill steps are run, as the way attention divides a chunk's keys among programs depends on the
+    chunk's length. A graph of n steps has n times the nodes of a single step, and its steps reuse
+    the same memory.
     """
     largest: dict[tuple[object, ...], GraphKey] = {}
     counts: dict[tuple[object, ...], int] = {}
@@ -109,7 +113,7 @@ def _size(key: GraphKey) -> tuple[int, int]:
 
 
 class _Call(NamedTuple):
-    """What a call did: bytes that it took at most besides those there were, and its nodes."""
+    """A call's cost: the most bytes that it added to those in use, and its nodes."""
 
     most: int
     nodes: int
@@ -127,11 +131,12 @@ class _Watch(TorchFunctionMode):
         self.nodes, self.most, self.counters, self.products = 0, 0, 0, False
         self._living: dict[int, tuple[Any, int]] = {}
         self._total = 0
-        # When each current call began: most bytes so far, bytes then, and nodes.
+        # For each current call, at its beginning: the most bytes so far, the bytes in use, and the
+        # nodes.
         self._begun: list[tuple[int, int, int]] = []
 
     def watched(self, step: Callable[[], object]) -> Footprint:
-        """What a step takes."""
+        """The footprint of a step."""
         self.nodes, self.most, self.counters, self.products = 0, 0, 0, False
         self._living.clear()
         self._total = 0
@@ -150,14 +155,14 @@ class _Watch(TorchFunctionMode):
         self.most = self._total
 
     def end(self) -> _Call:
-        """What the call did."""
+        """The call's cost."""
         most, bytes_then, nodes = self._begun.pop()
         done = _Call(self.most - bytes_then, self.nodes - nodes)
         self.most = max(self.most, most)
         return done
 
     def repeat(self, done: _Call, moved: Callable[[], Moved]) -> None:
-        """Count a call that would do the same."""
+        """Count a call with the same cost, without running it."""
         self.nodes += done.nodes
         self._reach(done.most)
 
@@ -188,7 +193,7 @@ class _Watch(TorchFunctionMode):
         self._total += nbytes
 
     def _reach(self, nbytes: int) -> None:
-        """So many bytes more exist for a while."""
+        """Count bytes that exist for a while in addition to those in use."""
         if self._total + nbytes > self.most:
             self._forget()
             self.most = max(self.most, self._total + nbytes)

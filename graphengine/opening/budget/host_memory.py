@@ -40,8 +40,8 @@ _FILES = {
 
 
 def available_host_bytes(root: Path = ROOT) -> int:
-    """Bytes that this process could take now: the minimum of the host's MemAvailable and what each
-    cgroup around the process leaves. `root` is the folder that holds `proc` and the mounts.
+    """Bytes that this process could take now: the host's MemAvailable, or less where a cgroup
+    around the process leaves less. `root` is the folder that holds `proc` and the mounts.
 
     Without /proc/meminfo, as on macOS, it is half of the machine's memory; on Windows it is what
     the system reports as available.

@@ -36,7 +36,8 @@ from graphengine.program.graph_key import GraphKey
 
 # Channels and buffers of NCCL for a group on one host, rounded up.
 _NCCL_BYTES = 512 * 2**20
-# Arrival counters on a CPU, whose references use none: enough to list what a GPU would launch.
+# Arrival counters on a CPU. Its references use none, but this many suffice to list a GPU's
+# launches.
 _COUNTERS_OF_CPU = 2**18
 
 UNLIMITED = FreeMemory(2**62, 2**62)
@@ -68,8 +69,8 @@ class MemoryPlan:
     push_units     units of memory in which ranks on GPUs receive each other's parts of a decode
                    step, in float32; stages push none. 0 with one rank
     summed_words   words of the largest part of a chunk that ranks on GPUs sum by pushes; 0: none
-    adapters       how many adapters there are slots for, and of which sizes; None: there are none
-    footprint      what the steps take besides; None: it is estimated, as on a CPU
+    adapters       number and sizes of the slots for adapters; None: there are none
+    footprint      memory of the steps; None: it is estimated, as on a CPU
     """
 
     device: torch.device
@@ -126,7 +127,7 @@ class MemoryPlan:
         return tokens * self.block_bytes // self.block_size
 
     def describe_kv(self) -> str:
-        """A text for people: what tokens cost in the caches, and how many the pool holds."""
+        """Text for reports: bytes per token in the caches, and how many tokens the pool holds."""
         slots, size, whole = self.ladder.max_batch, self.block_size, self.whole_requests
         holds = f"{whole} of {slots} requests of max_seq_len {self.max_seq_len:,}"
         if whole < slots:
@@ -179,8 +180,8 @@ def plan_memory(
     checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
     calibration_tokens  tokens of `kv_calibration`: their KV is in `dtype`, and freed before the
                         caches are allocated, so the budget has a line for what it takes beyond them
-    footprint           what the steps take besides; None, on a CPU alone: it is estimated from the
-                        model's sizes
+    footprint           memory of the steps; None, only on a CPU: it is estimated from the model's
+                        sizes
     room                the memory that may be planned; None: what is free now
     adapters            how many adapters there are slots for; None: none
     """
@@ -263,8 +264,8 @@ def _counters(footprint: Footprint | None) -> int:
 def _workspace_bytes(shape: EngineShape, footprint: Footprint | None) -> int:
     """Bytes of a step's intermediates.
 
-    In the list of launches ranks push their parts. Whether they can is known only once they have
-    met, so there is room for parts that are gathered instead.
+    The recorded launches assume that ranks push their parts. Whether they can is known only once
+    the ranks are connected, so this also leaves room for gathering the parts instead.
     """
     if footprint is None:
         return workspace_bytes(shape)
@@ -272,7 +273,7 @@ def _workspace_bytes(shape: EngineShape, footprint: Footprint | None) -> int:
 
 
 def _room(shape: EngineShape) -> FreeMemory:
-    """The part of the free memory that may be planned; ranks share the host's memory."""
+    """The part of the free memory that may be planned. Ranks on one host share its memory."""
     of_host = shape.config.memory_fraction / shape.config.ranks
     fraction = shape.config.memory_fraction if shape.on_gpu else of_host
     return FreeMemory(

@@ -1,4 +1,4 @@
-"""The steps of an engine over tensors without memory: what it will launch, before it is allocated.
+"""The steps of an engine over tensors without memory, to list its launches before it is allocated.
 
 Recording them takes milliseconds, and gives the launches that the engine's own steps would make.
 """
@@ -61,9 +61,9 @@ def sketch(
 ) -> Sketch:
     """The step of every graph that a rank with this plan has, over tensors of the meta device.
 
-    Call it, and run the steps, inside `assumed`: they launch what that GPU would be given, with its
-    plans. Ranks push their parts, as on GPUs that map each other's memory. `model` and `drafter`
-    are the rank's at `place`.
+    Call it, and run the steps, inside `assumed`: they record that GPU's launches, with its plans.
+    Ranks push their parts, as on GPUs that map each other's memory. `model` and `drafter` are the
+    rank's at `place`.
     """
     # Opening a drafter changes it.
     drafter = copy(drafter)
@@ -80,14 +80,14 @@ def sketch(
 
 
 def _pushes(share: Share, memory: MemoryPlan, *, pdl: bool) -> Pushes:
-    """The other ranks, over memory of them all that does not exist."""
+    """The other ranks' pushed memory, as tensors without memory."""
     layout = PeerLayout.of(share.ranks, memory.push_units, memory.summed_words)
     words = torch.empty(layout.nbytes // 4, dtype=torch.int32, device=_META)
     return Pushes(PeerTensors.over(share.rank, layout, words, [0] * share.ranks), pdl=pdl)
 
 
 class _Stages:
-    """A `StageGroup` without other stages: what would be sent or received takes a call of torch."""
+    """A `StageGroup` without other stages; each send or receive becomes one call of torch."""
 
     def __init__(self, pipe: Share, hidden: int) -> None:
         self.share, self._hidden = stage_of_rank(pipe), hidden

@@ -1,4 +1,4 @@
-"""The budget's lines for what an engine holds besides weights and caches."""
+"""The budget's lines for everything but weights and caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphengine.requests.processing import processing_fields
 
 
 def add_state(budget: MemoryBudget, shape: EngineShape, counters: int) -> int:
-    """Add what `allocate` makes besides weights and caches, sized for the longest possible swap.
+    """Add all else that `allocate` makes, sized for the longest possible swap.
 
     counters  arrival counters that the launches of a step share
 
@@ -130,7 +130,7 @@ def _add_mailboxes(budget: MemoryBudget, shape: EngineShape) -> None:
         routed=shape.recorded,
         inner=shape.model.inner,
     )
-    # With the table of drafts that the masks of a grammar follow.
+    # Includes the table of drafts from which a grammar's masks are made.
     drafts = host_bytes(4 * shape.config.max_batch * length, pinned=shape.on_gpu)
     budget.add("mailbox", _ring_bytes(shape, rings.tokens) + drafts, shape.pinned)
     logprobs = _ring_bytes(shape, rings.logprobs, rings.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""What torch's functions return for tensors without memory, where that is known beforehand.
+"""Results of torch's functions for tensors without memory, by rules of our own.
 
 Torch computes the shapes of such results in Python. The first of these computations imports its
 compiler, which takes a second, more than all else that an engine does before it loads weights. So

@@ -1,4 +1,4 @@
-"""The memory that steps and their graphs take besides what an engine holds.
+"""The memory of steps and their graphs, beyond what an engine holds.
 
 On GPUs it follows from the list of what the steps launch (`footprint.py`). On a CPU, where
 references run in place of kernels, it is estimated from the model's sizes.
@@ -24,13 +24,13 @@ _GRAPH_NODE_BYTES = 8 * 1024
 _LEAST_SUMMED = 16
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
-# What torch's allocator takes beyond the bytes that are in use at once: blocks from 1 to 10 MiB lie
-# in segments of 20 MiB, and smaller ones in segments of 2 MiB, which both prefill and decode add.
+# Bytes that torch's allocator takes beyond those in use at once: blocks from 1 to 10 MiB lie in
+# segments of 20 MiB, and smaller ones in segments of 2 MiB, which both prefill and decode add.
 _SEGMENT_BYTES = 24 * 2**20
 
 
 class Footprint(NamedTuple):
-    """What the steps of an engine take, by the list of what they launch.
+    """Memory and nodes of an engine's steps, from the list of their launches.
 
     workspace  most bytes of a step's intermediates at the same time
     nodes      nodes of all graphs, at most
@@ -56,12 +56,12 @@ class Footprint(NamedTuple):
 
 
 def most_groups(hidden: int) -> int:
-    """Most groups of squares that a product leaves beside a stream of this width."""
+    """Most groups of sums of squares that a product can write with a stream of this width."""
     return -(-hidden // _LEAST_SUMMED)
 
 
 UNLISTED = Footprint(0, 0, counters=2**24, products=False)
-"""For an engine whose launches are about to be listed, without memory: more counters than any."""
+"""For listing an engine's launches without memory: more counters than any launch uses."""
 
 
 def workspace_bytes(shape: EngineShape) -> int:
@@ -99,8 +99,8 @@ def _decode_lanes(shape: EngineShape) -> int:
 
 
 def _stage_bytes(shape: EngineShape, lanes: int) -> int:
-    """Bytes of the residual stream that a stage receives, and of those that wait for the next stage
-    to take them.
+    """Bytes of the residual stream that a stage receives, and of the sent streams that the next
+    stage has not taken yet.
     """
     if shape.config.pipeline_parallel == 1:
         return 0
@@ -123,7 +123,7 @@ def exchanged_bytes(shape: EngineShape) -> int:
     if shape.config.data_parallel > 1:
         # Lanes of all ranks, as they arrive and as experts read them, and sums for all, two ways.
         parts = 5 * shards
-    # Logits as gathered from ranks, and put together.
+    # Logits as gathered from the ranks, and then joined.
     logits = 2 * 4 * lanes * shape.model.vocab_size
     return parts * widest_step * shape.model.hidden_size + logits
 
