@@ -10,12 +10,12 @@
     routing       observes, records and overrides which experts a step's lanes take
     blocks/       attention, recurrent blocks and feed-forwards
     families/     a file for each family; `registry` is the table of architectures
-    hf/           what is read of `config.json`
+    hf/           reads and checks `config.json`
     checkpoints/  files, names and tensors, and a checkpoint checked as a whole (`stored`)
     quantised/    weights in 8 and 4 bits as checkpoints have them
     splitting/    a rank's part of a model
     plans/        plans of linears, tables of them, and chains to measure them with
 
-Nothing outside this folder names a family; a test checks that. `graphengine.drafters` composes its
-layers of the same blocks.
+Nothing outside this folder names a family; a test checks that. `graphengine.drafters` builds its
+layers from the same blocks.
 """

@@ -1,4 +1,4 @@
-"""The one composition of layers: what follows from the sublayers that a config lists.
+"""The one composition of layers: linears, states and sizes of the sublayers that a config lists.
 
 A family's config has its layers, each a tuple of sublayers, and the few values that all layers
 share. Linears, states and sizes are derived from them here, and so are the configs of a pipeline
@@ -46,7 +46,7 @@ from graphengine.models.sublayers import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition(ABC):
-    """The layers of a model, and what they share, as a family reads them from `config.json`.
+    """The layers of a model and the values they share, as a family reads them from `config.json`.
 
     norm_eps             of the norms that read the stream
     layers               the sublayers of each layer, in the order in which they run
@@ -54,18 +54,18 @@ class Composition(ABC):
                          layer has experts; None: draft modules cannot have this model's layers
     rope                 of attention; None: attention knows no positions
     local_rope           of layers with a window; None: the same as in the others
-    embedding_scale      what a token's embedding is multiplied by
+    embedding_scale      factor of a token's embedding
     scales_in_embedding  whether the embedding itself scales, by a factor of the model's dtype, so
                          that given embeddings come scaled
     stream_scale         the model's residual stream is what is stored, times this
-    logits_scale         what the logits are multiplied by
+    logits_scale         factor of the logits
     head_bias            whether lm_head has a bias, which is added to scaled logits
     logits_cap           soft cap c > 0 of scaled logits: c * tanh(logit / c); 0: none
     deepstack            levels of features that are added to the stream at the embeddings of a
                          picture: those of level i after layer i (DeepStack)
     bidirectional_images  whether the embeddings of an image in a prompt see each other
     causal_without_window  whether they do so only in layers with a window
-    layer_inputs         what tokens bring to each layer by themselves; None: nothing
+    layer_inputs         per-layer embeddings, which tokens add at each layer; None: none
     norms_plus_one       whether every norm multiplies by 1 + its weight
     norms                the kind of the norms that read the stream
     position_name        of the learned positions, one for each of `max_positions`, which are added
@@ -73,9 +73,9 @@ class Composition(ABC):
     embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
                          pipeline stage after which layers read the stream without a norm
     span                 which layers of a model these are; None: they are a whole model
-    inner                what draws the codes of a frame after the first, where a step emits frames:
-                         lm_head then has a row for each code, and `vocab_size` counts the ids of
-                         prompts; None: a step emits tokens
+    inner                the part that draws the codes of a frame after the first, where a step
+                         emits frames: lm_head then has a row for each code, and `vocab_size` counts
+                         the ids of prompts; None: a step emits tokens
     """
 
     architecture: str
@@ -122,8 +122,8 @@ class Composition(ABC):
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the embedding: `vocab_size`, and one more where frames have a code that stands
-        for what was before the first one.
+        """Rows of the embedding: `vocab_size`, and one more if a special code stands for the time
+        before the first frame.
         """
         return self.vocab_size + (0 if self.inner is None else self.inner.begins)
 
@@ -145,7 +145,7 @@ class Composition(ABC):
     def stage(self, span: LayerSpan) -> Self:
         """These layers of the model, as a pipeline stage has them.
 
-        Before the last stage, the final norm is the first norm of the next stage's first layer.
+        In every stage but the last, the final norm is the first norm of the next stage.
         """
         attends = [each for each in blocks_of(self) if isinstance(each, GroupedQueryAttention)]
         why = {
@@ -167,7 +167,7 @@ class Composition(ABC):
         return replace(stage, final_norm_name=following, logits_scale=1.0, head_bias=False)
 
     def parted(self, beginning: Collection[str]) -> Self:
-        """This model where each of these linears of gated delta nets begins its own product.
+        """A copy in which each of these linears of gated delta nets begins a product of its own.
 
         beginning  names in the checkpoint; those of other blocks change nothing
         """
@@ -184,7 +184,7 @@ class Composition(ABC):
     def named_as(
         self, tensors: Mapping[str, Shaped], prefixes: Sequence[str] | None = None
     ) -> Self:
-        """This model where experts, and embeddings that an inner decoder shares, have the names and
+        """A copy in which experts, and embeddings shared with an inner decoder, have the names and
         layout of a checkpoint with these tensors.
 
         prefixes  of the layers in the checkpoint; None: the usual ones
@@ -218,7 +218,7 @@ class Composition(ABC):
         return self.with_blocks(changed)
 
     def with_blocks(self, changed: Callable[[Block], Block]) -> Self:
-        """This model with each block replaced by `changed` of it."""
+        """This model with each block replaced by `changed(block)`."""
         return self._with_sublayers(lambda _, each: each._replace(block=changed(each.block)))
 
     def _with_sublayers(
@@ -236,14 +236,14 @@ class Composition(ABC):
         return replace(self, layers=layers)
 
     def attending_decoder(self) -> Self | None:
-        """A decoder of one dense layer with attention like here, as draft modules have it.
+        """A decoder of one dense layer with this model's attention, for draft modules.
 
-        It attends to all tokens, and its norms read a stream that is not scaled. None: draft
-        modules have no layers like the model's.
+        It attends to all tokens, and its norms read an unscaled stream. None: draft modules cannot
+        have layers like the model's.
         """
         if self.mlp is None or self.rope is None or self.norms != "rms" or self.head_bias:
             return None
-        # The stream may be stored divided by its scale.
+        # The stored stream may be the true one divided by `stream_scale`.
         eps = self.norm_eps * self.stream_scale**2
         attention = attention_of(self)
         if isinstance(attention, GroupedQueryAttention):
@@ -257,7 +257,7 @@ class Composition(ABC):
             self, norm_eps=eps, layers=(layer,), local_rope=None, stream_scale=1.0, logits_scale=1.0
         )
 
-    # What follows from the layers.
+    # Values derived from the layers.
 
     @property
     def rope_axes(self) -> tuple[int, ...] | None:
@@ -290,8 +290,8 @@ class Composition(ABC):
     def linears_of(self, prefixes: Sequence[str]) -> Linears:
         """`linears` where the layers have these prefixes in the checkpoint.
 
-        They come in the order of a layer, those of a later layer's block last: the last ones before
-        lm_head write the final residual stream.
+        They come in the order in which a layer runs them; linears of blocks in later layers come
+        last. So the last linears before lm_head write the final residual stream.
         """
         below: dict[tuple[int, Block], list[str]] = {}
         for prefix, layer in zip(prefixes, self.layers, strict=True):
@@ -304,7 +304,7 @@ class Composition(ABC):
             linears[LINEAR] = self.layer_inputs.linear(self.num_layers, self.hidden_size)
             formats[LINEAR] = [self.forms.format_of(PROJECTION)]
         for (_, block), of_block in sorted(below.items(), key=lambda item: item[0][0]):
-            # Different blocks may share a linear: its place is that of the last block to run.
+            # Different blocks may share a linear: it takes the place of the last block to run.
             for name, own in block.linears.items():
                 linears.pop(name, None)
                 linears[name] = own
@@ -319,7 +319,9 @@ class Composition(ABC):
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """What each layer keeps of a sequence: keys and values, latents, or recurrent states."""
+        """The state that each layer keeps of a sequence: keys and values, latents, or recurrent
+        states.
+        """
         return tuple(
             tuple(state for each in layer for state in states_of(each.block))
             for layer in self.layers
@@ -380,7 +382,7 @@ def attending_of(config: Composition) -> list[Attending]:
 def attention_of(config: Composition) -> Attending:
     """The first block that attends, without a window if there is one.
 
-    Those with a window may have other heads; apart from this blocks differ at most in RoPE.
+    Blocks with a window may have other heads; otherwise blocks differ only in RoPE.
     """
     blocks = attending_of(config)
     return next((block for block in blocks if not window_of(block)), blocks[0])

@@ -1,4 +1,4 @@
-"""What a model tells the engine about itself; `launches.py` has what the engine lends it.
+"""The interface of models to the engine; `launches.py` has what the engine provides for a launch.
 
 A family writes a `ModelConfig`, `ModelWeights` and a `Model`, and lists in them
 
@@ -72,11 +72,11 @@ class LayerSpan(NamedTuple):
 
 
 class PrefillEnd(NamedTuple):
-    """What `Model.prefill` leaves of a chunk of T lanes.
+    """The results of `Model.prefill` for a chunk of T lanes.
 
-    last    what `prefill_logits` needs of the chunks' last lanes; only the model reads it
+    last    data of the chunks' last lanes for `prefill_logits`; only the model reads it
     hidden  the stream after the final norm `[T, H]` in the model's dtype, where it was asked for
-    stream  float32 `[T, H]`: the stream itself, where there is `hidden`
+    stream  float32 `[T, H]`: the stream before the final norm, where there is `hidden`
     """
 
     last: tuple[Tensor, ...]
@@ -92,7 +92,7 @@ class Shaped(Protocol):
 
 
 class ModelConfig(Protocol):
-    """What a family reads about a model before anything is allocated.
+    """A model's configuration as its family reads it, before anything is allocated.
 
     Equal configs have equal `repr`: sessions tell models apart by it.
     """
@@ -143,7 +143,7 @@ class ModelConfig(Protocol):
 
     @property
     def inner(self) -> FrameCoder | None:
-        """What draws the codes of a frame after the first; None: a step emits tokens."""
+        """The part that draws the codes of a frame after the first; None: a step emits tokens."""
         ...
 
     @property
@@ -179,7 +179,9 @@ class ModelConfig(Protocol):
         ...
 
     def parted(self, beginning: Collection[str]) -> Self:
-        """This model where these linears of a checkpoint begin products of their own, if it can."""
+        """A copy in which these linears of a checkpoint begin products of their own, where
+        possible.
+        """
         ...
 
     def with_state_dtype(self, dtype: torch.dtype) -> Self:
@@ -197,7 +199,7 @@ class ModelConfig(Protocol):
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """What each layer keeps of a sequence."""
+        """The state that each layer keeps of a sequence."""
         ...
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
@@ -241,7 +243,9 @@ class ModelWeights(StoredWeights):
 
     @abstractmethod
     def linear_names(self) -> Mapping[str, str]:
-        """The name in `config.linears` of each linear of the layers, as `names_of_linears`."""
+        """The name in `config.linears` of each linear of the layers, as `names_of_linears` gives
+        it.
+        """
 
     def by_linear(self) -> dict[str, list[Tensor]]:
         """The tensors of each of `config.linears`, by its name: those of all layers."""
@@ -259,7 +263,7 @@ class ModelWeights(StoredWeights):
 
     @property
     def inner_weights(self) -> FrameWeights | None:
-        """Weights of what draws the codes of a frame; None: a step emits tokens."""
+        """Weights of the part that draws the codes of a frame; None: a step emits tokens."""
         return None
 
     def adaptable(self) -> list[StoredLinear]:
@@ -268,12 +272,14 @@ class ModelWeights(StoredWeights):
 
     @property
     def embedding_scale(self) -> float:
-        """What a token's embedding is multiplied by; the product is rounded to its dtype."""
+        """Factor of a token's embedding; the product is rounded to its dtype."""
         return 1.0
 
     @property
     def given_scale(self) -> float:
-        """Factor of embeddings that are given: what transformers does to `inputs_embeds`."""
+        """Factor of embeddings that the caller gives, the same as transformers applies to
+        `inputs_embeds`.
+        """
         return self.embedding_scale
 
     @abstractmethod
@@ -321,13 +327,14 @@ class Model(Protocol):
         ...
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
-        """What the bits depend on besides plans and dtype, for chunks of these sizes."""
+        """Facts besides plans and dtype that the bits depend on, for chunks of these sizes."""
         ...
 
     def refresh(self) -> None:
-        """Recompute in place what was made of the weights when the model was opened.
+        """Recompute in place the tensors that were computed from the weights when the model was
+        opened.
 
-        Called once the weights have new values; the work is queued on the current stream.
+        Called after the weights have got new values; the work is queued on the current stream.
         """
         ...
 
@@ -386,7 +393,7 @@ class Model(Protocol):
     ) -> Tensor:
         """Logits of the chunks' last lanes, float32 `[P, V]`; the lanes are of slots `slot_P`.
 
-        `end` is used up.
+        `end` must not be used afterwards.
 
         head    `lm_head`, or some of its rows
         bias    `head_bias`, or its values for those rows

@@ -1,9 +1,9 @@
 """A decoder's weights, and its two programs over the layers that its config lists.
 
 `decode` runs a few rows through fused kernels: five for a layer of attention and a SwiGLU; experts,
-latents, recurrent blocks and norms after blocks take more. `prefill` runs the tokens of a chunk
-through the BLAS, except for gate and up where `linear_swiglu` is faster. The bits of both depend on
-the number of lanes, which for a chunk follows from the prompt alone.
+latents, recurrent blocks and norms after blocks take more kernels. `prefill` runs the tokens of a
+chunk through the BLAS, except for gate and up where `linear_swiglu` is faster. The bits of both
+depend on the number of lanes, which for a chunk follows from the prompt alone.
 
 Letters: N lanes, T tokens of a chunk, H hidden, A columns of attention's sums, V vocabulary.
 """
@@ -97,11 +97,11 @@ class DecoderWeights(ModelWeights):
     """All weights of a decoder.
 
     final_bias  of the final norm; None: it has none
-    positions   `[max_positions, H]`: learned ones, which are added to embeddings; None: there are
-                none, or another stage adds them
-    layer_inputs  what makes the inputs of all layers; None: layers have none
+    positions   `[max_positions, H]`: learned positions, which are added to embeddings; None: there
+                are none, or another stage adds them
+    layer_inputs  weights that compute the inputs of all layers; None: layers have none
     head_bias   `[V]`, of lm_head; None: it has none, or another stage adds it
-    inner_weights  of what draws the codes of a frame; None: a step emits tokens
+    inner_weights  of the part that draws the codes of a frame; None: a step emits tokens
     """
 
     config: Composition
@@ -197,7 +197,7 @@ class DecoderWeights(ModelWeights):
 
     @property
     def embedding_scale(self) -> float:
-        """What a token's embedding is multiplied by."""
+        """Factor of a token's embedding."""
         scale = self.config.embedding_scale
         if not self.config.scales_in_embedding:
             return scale
@@ -205,7 +205,7 @@ class DecoderWeights(ModelWeights):
 
     @property
     def given_scale(self) -> float:
-        """1 where the embedding itself scales: then embeddings that are given are its output."""
+        """1 where the embedding layer itself scales: then given embeddings are already scaled."""
         return 1.0 if self.config.scales_in_embedding else self.embedding_scale
 
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
@@ -258,7 +258,7 @@ class DecoderModel:
         self.steps = tuple(self._new_steps())
         kept = AttendingWeights | RecurringWeights
         keeping = [index for index, step in enumerate(self.steps) if isinstance(step.block, kept)]
-        # The last block that keeps states. What comes after its states only the last lane needs.
+        # The last block that keeps states. Only the last lane needs the work after its states.
         self._last_kept = keeping[-1]
 
     def refresh(self) -> None:
@@ -430,11 +430,11 @@ class DecoderModel:
         `stream`, float32 [T, H], is the residual stream that the preceding layers left, and is
         changed in place; None: these layers begin with the tokens' embeddings.
 
-        As in `decode` the states receive those of the live lanes. What follows the last ones
-        matters only to the sampled token: `prefill_logits` does it. If the last states are
-        attention's, its sums are all that is left of it; the output product is done there, too.
-        With `all_lanes` it is done for every lane as well, for a draft module that reads them; the
-        logits' bits do not depend on it.
+        As in `decode`, the live lanes' states are written. The work after the last states matters
+        only to the sampled token, so `prefill_logits` does it. If the last states are attention's,
+        only attention's sums are computed here; its output product is left to `prefill_logits`,
+        too. With `all_lanes` that work is also done here for every lane, for a draft module that
+        reads them; the logits' bits do not depend on it.
 
         `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
         its dtype; for layers with the last states or after them only with `all_lanes`.
@@ -510,7 +510,7 @@ class DecoderModel:
     ) -> Tensor:
         """Logits of the chunks' last lanes, float32 `[P, V]`; the lanes are of slots `slot_P`.
 
-        `end` is used up.
+        `end` must not be used afterwards.
 
         head    `lm_head`, or some of its rows
         bias    `head_bias`, or its values for those rows
@@ -560,7 +560,7 @@ class DecoderConfig(Composition):
             for prefix, layer in named_layers(self)
         )
         own_head = not self.tie_embeddings or HEAD in forms
-        # Nobody uses the values of an embedding of one row.
+        # The values of an embedding of one row are not used.
         embeds = span is None or span.needs_embedding(own_head=own_head)
         embedding = new(self.embedding_rows if embeds else 1, hidden)
         inner = None

@@ -39,8 +39,8 @@ from graphengine.models.sublayers import (
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
 Memory = PagedMemory | Mapping[str, Tensor] | Tensor | None
-"""What a block reads and writes of its sequences: a paged cache with its block table, recurrent
-states by name, its layer's input, or nothing."""
+"""The per-sequence memory of a block: a paged cache with its block table, recurrent states by name,
+its layer's input, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class LayerWeights:
     ) -> Iterator[tuple[SublayerWeights, NextNorm]]:
         """Each sublayer with the norm, or two norms, after it; `following` is the next layer's.
 
-        Before a parallel sublayer nobody reads what the norm makes of the stream.
+        Before a parallel sublayer the normed stream is not read.
 
         normed  whether the next layer begins with a norm; else `following` is all ones
         """
@@ -180,8 +180,8 @@ def decode_block(
 ) -> Residual:
     """One block for `row`'s tokens.
 
-    `residual` is scaled for the block's norm and comes back scaled for `next_norm`; all but its
-    squares is updated in place. Each live lane's entry of `memory` is written at its position.
+    `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
+    place except for its squares. Each live lane's entry of `memory` is written at its position.
     """
     if isinstance(block, AttendingWeights):
         kv, table, lent = cast("PagedMemory", memory)
@@ -255,7 +255,8 @@ def prefill_scratch(
 ) -> PrefillScratch:
     """The memory in which these layers compute a chunk, in the dtype of `like`, on its device.
 
-    may_split  whether nobody else reads the chunk's stream, so that ranks may split it by lanes
+    may_split  whether only these layers read the chunk's stream, so that ranks may split it by
+               lanes
     kinds      the lanes by kind, where that matters
     """
     hidden = len(layers[0].input_norm)

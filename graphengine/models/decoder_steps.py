@@ -1,4 +1,4 @@
-"""The blocks of a decoder in the order in which they run, and the memory that each is given.
+"""The blocks of a decoder in the order in which they run, each with its memory.
 
 Letters: N lanes, L layers, S values of a layer's input.
 """
@@ -53,10 +53,10 @@ def computed(
     final_norm: Tensor,
     final_bias: Tensor | None,
 ) -> tuple[tuple[LayerWeights, ...], Tensor, Tensor | None]:
-    """Layers, and weight and bias of the final norm, to compute with: norms with 1 added or scaled,
-    and what experts' routers read the stream by, are copies.
+    """Layers, and the final norm's weight and bias, ready to compute with. Norms that get 1 added
+    or are scaled, and the norms of experts' routers, are copies.
 
-    All other tensors are those of the weights.
+    All other tensors are the weights themselves.
     """
     if config.norms_plus_one:
         final_norm = plus_one(final_norm)
@@ -91,14 +91,14 @@ def with_memory(
     like: Tensor,
     lanes: int | None = None,
 ) -> Iterator[tuple[Step, Memory]]:
-    """Each block with what it reads and writes of the sequences.
+    """Each block with its per-sequence memory.
 
     inputs  `[N, L, 2 * S]`, of layers that have some
     like    in the dtype of products, on their device
     lanes   of a decode step; None: of a chunk
     """
     caches = (PagedMemory(*pair) for pair in states.paged())
-    # What layers lend later ones, by window.
+    # Keys and values that layers lend to later ones, by window.
     kept: dict[int, PagedMemory] = {}
     for step in steps:
         memory: Memory = None

@@ -1,4 +1,4 @@
-"""What the engine lends a model for a launch: settings, attention of a chunk, and the other ranks.
+"""What the engine provides to a model for a launch: settings, attention of a chunk, other ranks.
 
 Letters: N or T lanes, S slots, H hidden, B blocks of a slot's table, P positions.
 """
@@ -36,14 +36,15 @@ same bits. It may return another tensor or change the one it gets."""
 
 
 class SplitStream(Protocol):
-    """A chunk's residual stream, split by lanes over the ranks; all ranks have what layers read.
+    """A chunk's residual stream, split by lanes over the ranks. All ranks have the normed stream,
+    which layers read.
 
     This is the sequence parallelism of Megatron-LM.
     """
 
     @property
     def normed_NH(self) -> Tensor:
-        """`[N, H]`: what layers read, for all lanes.
+        """`[N, H]`: the normed stream that layers read, for all lanes.
 
         Between two calls of `add` this rank may read and write it: other ranks store into it only
         once this rank has begun its next `add`.
@@ -91,7 +92,9 @@ class AddOwn(Protocol):
         own_NH: Tensor | None = None,
         pdl: bool = False,
     ) -> Residual:
-        """Like `add_to_residual` of that sum plus `own_NH`, but with other groups of squares."""
+        """Like `add_to_residual` with the sum of `parts_RNH` plus `own_NH`, but with other groups
+        of squares.
+        """
         ...
 
 
@@ -138,7 +141,7 @@ class RankGroup(Protocol):
         ...
 
     def sum_own(self, parts_RNC: Tensor, /) -> Tensor:
-        """Reduce-scatter: new `[N, C]`, the sum in rank order of all ranks' parts for this one.
+        """Reduce-scatter: new `[N, C]`, the sum in rank order of all ranks' parts for this rank.
 
         `parts_RNC[r]` is for rank r; all ranks have the same shape and float dtype.
         """
@@ -152,7 +155,7 @@ class RankGroup(Protocol):
     def push_candidates(
         self, best_NC: Tensor, health_NC: Tensor, /
     ) -> tuple[Tensor, Tensor] | None:
-        """`[N, ranks]` each, by one kernel: one tile per rank in place of all its tiles.
+        """`[N, ranks]` each, by one kernel: each rank's tiles become one.
 
         None where there is no kernel for it.
         """
@@ -175,11 +178,11 @@ class PrefillLaunch(Launch):
     activations  format to which inputs are rounded for linears that support it; None: none
     routes       keeps the experts of each lane, and may prescribe them; None: nothing does
     given        embeddings of lanes that have no token; None: every lane has a token
-    rope_rows    the rows of RoPE's tables by which lanes rotate; None: those of their positions
+    rope_rows    the rows of RoPE's tables that rotate the lanes; None: the lanes' positions
     deepstack    rows of each level that are added to lanes without a token, after the first layers
-    adapters     what adapters add to the chunk's products; None: there are no adapters
+    adapters     adapters of the chunk, which add to its products; None: there are no adapters
     any_lanes    whether no bit of a lane may depend on the number of lanes, so that chunks of
-                 several prompts may be fed together: not the BLAS multiplies
+                 several prompts may be fed together; the BLAS is then not used
     """
 
     reduce: Reduce | None = None
@@ -201,7 +204,7 @@ ONE_RANK = PrefillLaunch()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLaunch(Launch):
-    """What the decode kernels of one engine share besides the model.
+    """Settings that the decode kernels of one engine share, besides the model.
 
     `split_tokens` is attention's, except in layers with a window. Every `tokens_per_row` lanes are
     tokens of one slot: at consecutive positions, or the nodes of its tree, which `tree` describes
@@ -292,7 +295,7 @@ class ChunkAttention(Protocol):
         """Fill and return `out`, `[N, Q*D]`.
 
         `kv` is `[blocks, 2, block_size, G, D]`; an fp8 cache has scales. Each lane sees `window`
-        tokens including its own; 0: all up to its own. `sinks`: float32 `[Q]`, one extra score per
-        head. `softcap`: of scores; 0: none.
+        tokens including its own; 0: all tokens up to its own. `sinks`: float32 `[Q]`, one extra
+        score per head. `softcap`: of scores; 0: none.
         """
         ...

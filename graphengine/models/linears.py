@@ -69,7 +69,7 @@ class _Sizes(Protocol):
 
 
 class NamedBlock(Protocol):
-    """Weights of a block of a layer; `prefix` is that of their names in the checkpoint."""
+    """Weights of a block of a layer; `prefix` begins their names in the checkpoint."""
 
     @property
     def prefix(self) -> str: ...
@@ -78,7 +78,7 @@ class NamedBlock(Protocol):
 
 
 def names_of_linears(blocks: Iterable[NamedBlock]) -> dict[str, str]:
-    """The name in `Linears`, without a format, by the checkpoint linear that is fused first."""
+    """Names in `Linears`, without a format, by the checkpoint's name of the first fused linear."""
     return {
         block.prefix + first: name
         for block in blocks
@@ -196,7 +196,9 @@ def stream_groups(linears: Linears, plans: LinearPlans) -> int:
 
 
 def refill(held: Iterable[Tensor], made: Iterable[Tensor]) -> None:
-    """Copy each tensor of `made` into its counterpart in `held`; skip those that are the same."""
+    """Copy each tensor of `made` into its counterpart in `held`; skip a tensor that is its own
+    counterpart.
+    """
     for into, source in zip(held, made, strict=True):
         if into is not source:
             into.copy_(source)

@@ -36,7 +36,7 @@ def _gemma_variant(hidden: int, inner: int) -> dict[str, Any]:
 _VARIANTS = {"gemma_2b": _gemma_variant(2048, 16_384), "gemma_300m": _gemma_variant(1024, 4096)}
 # transformers' defaults for missing keys of each model.
 _DEFAULTS = {"vlm_config": "gemma_2b", "dit_config": "gemma_300m"}
-# Far beyond any that is of use; sines of their times are finite in float32.
+# Far beyond any useful period; sines of times are still finite in float32.
 _PERIODS = (1e-9, 1e9)
 _KEYS = (
     Key("chunk_size", "integer", (1, INT32_MAX), default=50),
@@ -133,7 +133,7 @@ def _part(config: HfConfig, key: str) -> dict[str, Any]:
     if told.get("model_type", "gemma") != "gemma":
         raise unsupported(f"{key}.model_type", told["model_type"], "'gemma'")
     told = dict(told)
-    # A policy's masks are made here; the key says what transformers makes of them.
+    # A policy builds its own masks; the key only selects how transformers builds them.
     seen = told.pop("use_bidirectional_attention", None)
     if seen not in (None, True):
         raise unsupported(f"{key}.use_bidirectional_attention", seen, "null or true")

@@ -1,9 +1,9 @@
 """Run blocks that differ only in the memory of their tensors once in a trace of a step.
 
 Most layers of a model are alike: over tensors without memory they launch the same kernels with the
-same sizes, and differ in which weights and caches they read. So in a trace only the first of such
-calls runs. For each of the others the tracer is told which memory takes the place of the first
-one's. Outside of a trace every block runs.
+same sizes, and differ in which weights and caches they read. So in a trace only the first of
+several such calls runs. For each of the others the tracer learns which memory takes the place of
+the first call's. Outside of a trace every block runs.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ Result = TypeVar("Result")
 
 # A kernel may ask how the addresses of its tensors are aligned, up to this many bytes.
 _ALIGNMENT = 256
-# What torch's own weak references to memory compare.
+# torch's weak references to memory compare this key, too.
 _IDENTITY: Callable[[torch.UntypedStorage], Any] = torch.UntypedStorage._cdata.__get__
 
 
 Moved = Mapping[int, tuple[int, Tensor]]
-"""By allocation, of the first of several calls: the byte at which its tensors begin, and the tensor
-that begins at the corresponding one in a call like it."""
+"""For each allocation of the first of several like calls: the byte at which its tensors begin, and
+the tensor that begins at the corresponding byte in a later call."""
 
 
 class Tracer(Protocol):
-    """Whoever traces steps."""
+    """Receives the calls of a trace."""
 
     def begin(self) -> None:
-        """A call begins that later ones may be like. Calls nest."""
+        """A call begins that later calls may repeat. Calls nest."""
 
     def end(self) -> object:
-        """The call that began last has ended; what it did, for `repeat`."""
+        """The call that began last has ended. Returns its effects, for `repeat`."""
 
     def repeat(self, done: Any, moved: Callable[[], Moved]) -> None:
-        """A call like one that did `done`, which is not run."""
+        """Count a call like the one whose effects are `done`; it is not run."""
 
 
 class Runner(Protocol):
-    """Runs a function, or has the tracer repeat what an earlier call did."""
+    """Runs a function, or has the tracer repeat an earlier call's effects."""
 
     def __call__(
         self, function: Callable[..., Result], given: tuple[Any, ...], fixed: tuple[Any, ...] = ()
@@ -67,7 +67,8 @@ _trace: ContextVar[_Trace | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def repeats_told(tracer: Tracer) -> Iterator[None]:
-    """Inside, a call on tensors without memory runs only if no earlier one was like it.
+    """Inside this context, a call on tensors without memory runs only if no earlier call was like
+    it.
 
     Models whose steps run inside must be made before it begins and kept until it ends.
     """
@@ -81,7 +82,7 @@ def repeats_told(tracer: Tracer) -> Iterator[None]:
 def block_runner(*, alike: bool = True) -> Runner:
     """The function that runs the blocks of one pass through a model's layers.
 
-    alike  whether blocks of equal weights and arguments do the same
+    alike  whether blocks with weights and arguments of equal form launch the same
     """
     trace = _trace.get()
     return _run if trace is None or not alike else _Repeats(trace, {}).run
@@ -121,8 +122,8 @@ class _Trace(NamedTuple):
 class _Call(NamedTuple):
     """A call that was run.
 
-    done    what the tracer says that it did
-    held    of its arguments' allocations, the identity, and the byte at which tensors begin
+    done    the call's effects, as the tracer returned them
+    held    identity of each allocation in its arguments, and the byte at which tensors begin there
     result  with a `_View` in place of each tensor
     made    bytes of each allocation that the result has and the arguments have not
     """
@@ -139,7 +140,7 @@ class _Repeats:
     def __init__(self, trace: _Trace, calls: dict[Hashable, _Call]) -> None:
         self._tracer, self._weights, _ = trace
         self._calls = calls
-        # What is fixed, its key, and the allocations that it has.
+        # The fixed arguments, their key, and their allocations.
         self._fixed: tuple[tuple[Any, ...], Hashable, _Forms] = (), None, _Forms(self._weights)
 
     def run(
@@ -168,7 +169,7 @@ class _Repeats:
     def _form_of(
         self, function: Callable[..., Any], given: tuple[Any, ...], fixed: tuple[Any, ...]
     ) -> tuple[Hashable, list[_Place]]:
-        """What a call is apart from where its tensors are, and where they are."""
+        """A call's form, which leaves out where its tensors lie, and the places of its tensors."""
         before, key, forms = self._fixed
         if len(before) != len(fixed) or any(map(operator.is_not, before, fixed)):
             forms = _Forms(self._weights)
@@ -205,7 +206,9 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
     def over(self, tensor: Tensor, start: int) -> Tensor:
-        """Such a view, from this byte on, of the allocation of `tensor`; itself if it is that."""
+        """The same view of the allocation of `tensor`, from this byte on; `tensor` itself if it is
+        equal.
+        """
         if self._replace(memory=memory_of(tensor), start=start) == _view_of(tensor):
             return tensor
         view = torch.empty(0, dtype=self.dtype, device=tensor.device)
@@ -227,16 +230,17 @@ class _Place(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a value is apart from where its tensors are, and where they are."""
+    """A value's form, which leaves out where its tensors lie, and the places of its tensors."""
 
     key: Hashable
     held: list[_Place]
 
 
 class _Forms:
-    """Forms of values; `weights` has those of blocks' weights, and gets more of them.
+    """Forms of values. `weights` keeps the forms of blocks' weights; new ones are added to it.
 
-    Weights of blocks are alike whatever their names; objects of other classes only to themselves.
+    Weights of blocks are alike whatever their names. An object of another class is alike only to
+    itself.
 
     held  every allocation that was met
     """
@@ -254,7 +258,7 @@ class _Forms:
         return other
 
     def key_of(self, value: Any) -> Hashable:
-        """What a value is apart from where its tensors are."""
+        """A value's form, which leaves out where its tensors lie."""
         if isinstance(value, Tensor):
             place = _Place(memory_of(value), start_of(value), value)
             return self._number(place), value.dtype, value.shape, value.stride()

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a sequence, and the tensors that hold it.
+"""The states that a model's layers keep of a sequence, and the tensors that hold them.
 
 Letters: S slots, B blocks of a slot's table, G kv heads, D head_dim, E values of a cache entry, or
 entries of a recurrent state.
@@ -21,8 +21,8 @@ class Paged(NamedTuple):
     """State with an entry for each token, in blocks of the KV cache.
 
     parts  entries per token; 2: keys and values
-    entry  shape of one: `(G, D)` of grouped-query attention, `(E,)` of a latent that all heads
-           share with its rotated key
+    entry  shape of one entry: `(G, D)` of grouped-query attention, `(E,)` of a latent with its
+           rotated key, which all heads share
     window tokens that a query sees, including its own; others are never read. 0: all
     """
 
@@ -78,7 +78,7 @@ LayerStates = tuple[Paged | Recurrent, ...]
 def all_lanes_reach(layers: Sequence[LayerStates], last: int) -> bool:
     """Whether prefill runs every lane past layer `last` anyway, as a later layer keeps states.
 
-    Else only the last lane goes all the way, unless all are asked for.
+    Otherwise only the last lane goes through the layers after it, unless all lanes are asked for.
     """
     return any(layers[last + 1 :])
 

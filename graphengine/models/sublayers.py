@@ -63,9 +63,9 @@ class Sublayer(NamedTuple):
                block, which is not `normed`, reads the stream itself
     prefix     prefix of the block's tensors
     post_norm  name of the norm between the block and the sum, without ".weight"; "": there is none
-    parallel   whether the block reads the stream as the block before it found it, not as it left it
-    factor     name of what the stream is multiplied by after the sum; "": nothing. Only with a
-               `post_norm`
+    parallel   whether the block reads the stream that the block before it reads, without that
+               block's output
+    factor     name of the factor of the stream after the sum; "": none. Only with a `post_norm`
     text_norm  name of the norm that reads a prompt's text, where `norm` reads sound alone; "":
                `norm` reads both
     """
@@ -105,7 +105,7 @@ def post_normed_layer(attention: GroupedQueryAttention, mlp: Swiglu) -> Layer:
 
 
 def states_of(block: Block) -> LayerStates:
-    """What the block keeps of a sequence."""
+    """The state that the block keeps of a sequence."""
     match block:
         case GroupedQueryAttention() if block.reuses:
             return ()
@@ -134,7 +134,7 @@ class SublayerWeights:
     kind       of the norm before the block
     post_norm  of the norm between the block and the sum; None: there is none
     parallel   as `Sublayer` has it
-    factor     `[1]`, what the stream is multiplied by after the sum; None: nothing
+    factor     `[1]`, factor of the stream after the sum; None: none
     text_norm  of the norm that reads text, where `norm` reads sound alone; None: `norm` reads both
     """
 
@@ -185,9 +185,9 @@ class SublayerWeights:
         return [*(each for each in norms if each is not None), *self.block.tensors()]
 
     def before(self, following: ReadNorm, *, normed: bool = True) -> NextNorm:
-        """The norm, or two norms, between the block and what reads the stream after `following`.
+        """The norm, or two norms, between the block and the next block, whose norm is `following`.
 
-        normed  whether it does: else `following` is all ones
+        normed  whether the next block has a norm; else `following` is all ones
         """
         if self.post_norm is None:
             assert normed, "a norm is before each block or after it"
@@ -230,7 +230,7 @@ def allocate_sublayers(
     def norm(size: int = hidden) -> Tensor:
         return torch.empty(size, device=device, dtype=dtype)
 
-    # Sublayers side by side may share a norm.
+    # Parallel sublayers may share a norm.
     made = {each.norm: norm() for each in layer}
     if norms == "layer_plain":
         made = {name: torch.ones_like(weight) for name, weight in made.items()}
@@ -265,8 +265,8 @@ def packed_of(block: BlockWeights) -> Iterator[PackedWeight | PackedExperts]:
 
 
 def products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
-    """Weight and bias of each of a block's linears, in the order of a step; none of experts' or
-    latents'.
+    """Weight and bias of each of a block's linears, in the order of a step; without the linears of
+    experts and of latents.
     """
     match block:
         case AttentionWeights():

@@ -2,8 +2,8 @@
 
 All ranks have equally many rows. If the rows do not divide evenly, the last ranks' parts begin
 earlier and share rows with their neighbours; both compute the same bits for these. So the best
-candidate of all ranks is the best of all logits, and gathered logits are those of one rank. Rows of
-a packed head lie in blocks, and each part begins at a block.
+candidate of all ranks is the best of all logits, and gathered logits equal those that a single rank
+would compute. Rows of a packed head lie in blocks, and each part begins at a block.
 
 Letters: N lanes, V rows of the head, H hidden, C tiles of its rows.
 """

@@ -1,4 +1,4 @@
-"""Weights that a device holds, and what each of them is in a checkpoint."""
+"""Weights that a device holds, and the checkpoint tensors that each comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.tensor_files import ReorderedTensor, TensorSlice
 
 Destinations = dict[str, Tensor | ReorderedTensor]
-"""Names of a checkpoint's tensors -> what they are loaded into."""
+"""The tensors that a checkpoint's tensors are loaded into, by the latter's names."""
 
 
 class Weight(NamedTuple):
@@ -26,7 +26,8 @@ class Weight(NamedTuple):
     tensor  the view that it is loaded into
     axis    the dimension along which ranks split it; None: each rank has all of it
     pieces  lengths along `axis`, each split among the ranks; empty: it is one piece
-    order   int64 `[rows]`: row i is row `order[i]` of what a rank reads; None: the view says it
+    order   int64 `[rows]`: row i is row `order[i]` of the rank's part; None: `tensor`'s view has
+            the order
     """
 
     tensor: Tensor
@@ -49,14 +50,14 @@ class Stack(NamedTuple):
 
 
 class StoredLinear(NamedTuple):
-    """The weight of one linear, or of several fused ones, and what it is in a checkpoint.
+    """The weight of one linear, or of several fused ones, and where a checkpoint has it.
 
     parts   the checkpoint linears whose rows it has, in order: names without ".weight", and rows
-    swiglu  whether these are gates and ups
+    swiglu  whether the parts are gates and ups
     axis    the dimension along which ranks split each part; None: each rank has all of it
     shared  names of parts that each rank has whole, whatever the axis
     pieces  for parts made of several pieces, by name: rows of each, split among the ranks
-    cuts    for each part, which part of the checkpoint's linear it is; empty: all of it
+    cuts    for each part, which piece of the checkpoint's linear it is; empty: all of it
     transposed  whether the checkpoint has columns where the weight has rows
     head_rows  rows of a head, where a tensor may have all parts by head; 0: none has
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: in the parts' order.
@@ -133,7 +134,7 @@ class StoredWeights(ABC):
     """Weights on one device, in the model's dtype or packed, and where in a checkpoint they come
     from.
 
-    config  what their shapes follow from; equal ones have equal `repr`
+    config  decides their shapes; equal ones have equal `repr`
     """
 
     config: object
@@ -180,7 +181,7 @@ class StoredWeights(ABC):
         return {name: weight.tensor for name, weight in self.stored().items()}
 
     def destinations(self) -> Destinations:
-        """What each tensor of `stored` is loaded into, by name."""
+        """The destination of each tensor of `stored`, by name."""
         return {
             name: each.tensor if each.order is None else ReorderedTensor(each.tensor, each.order)
             for name, each in self.stored().items()

@@ -28,9 +28,9 @@ class AdapterPart(NamedTuple):
     """The matrices for one linear of the base model: y += scale * up (down x).
 
     down    [r, columns], dense, on the host
-    up      [rows, r]; for a linear that the base model's tensor has with others, all of theirs: for
-            each head the rows of each linear
-    place   the linear's place among those
+    up      [rows, r]; if the base model stores several linears in one tensor, the rows of all of
+            them: for each head the rows of each linear
+    place   the linear's place among them
     places  how many they are
     """
 
@@ -52,8 +52,8 @@ class AdapterPart(NamedTuple):
 class Adapter:
     """An adapter's folder. Holds no open file; matrices are read by `parts`.
 
-    stored   what the names of each changed linear's two matrices begin with, by its name in the
-             whole language model
+    stored   the stem of the names of each changed linear's two matrices, by the linear's name in
+             the whole language model
     tensors  all matrices, by their names in the file
     """
 
@@ -99,7 +99,9 @@ class Adapter:
         return self._of(linear)[0].shape[0]
 
     def places_of(self, linear: str) -> int:
-        """The linears that have its matrices together, as one tensor of the base model has them."""
+        """The linears that share its matrices, because one tensor of the base model has all of
+        them.
+        """
         return len(self._sharing(linear))
 
     def _named(self, linear: str) -> str:
@@ -158,10 +160,10 @@ class Adapter:
     def parts(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, AdapterPart]]:
         """Each changed linear's matrices, on the host, in the file's dtype.
 
-        dtype  what they will be cast to; None: nothing narrower
+        dtype  that they will be cast to; None: they are not cast to a narrower one
 
-        ValueError for values that are not finite, or not once they are cast, and for a file that
-        cannot be read.
+        ValueError for values that are not finite, also after the cast, and for a file that cannot
+        be read.
         """
         file = self.folder / WEIGHTS_FILE
         try:

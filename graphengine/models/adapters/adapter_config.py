@@ -1,5 +1,5 @@
-"""`adapter_config.json` of a LoRA adapter, as peft saves it: what changes the arithmetic is read or
-refused.
+"""`adapter_config.json` of a LoRA adapter, as peft saves it: keys that change the arithmetic are
+read or refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONFIG_FILE = "adapter_config.json"
 
 # The largest number in 16 bits: a product that is multiplied by more is not finite.
 _LARGEST = 65_504
-# Keys without a say in what a saved adapter computes: its tensors tell which linears it changes.
+# Keys that do not affect a saved adapter's arithmetic: its tensors tell which linears it changes.
 _HARMLESS = {
     "alpha_pattern",
     "auto_mapping",
@@ -27,7 +27,7 @@ _HARMLESS = {
     "corda_config",
     "eva_config",
     "exclude_modules",
-    # peft sets it to what a weight is: the matrices are the same.
+    # peft sets it by the layout of a weight; the matrices are the same either way.
     "fan_in_fan_out",
     "inference_mode",
     "init_lora_weights",
@@ -58,13 +58,13 @@ _REASONS = {
     "alora_invocation_tokens": "it is active only after some tokens",
     "layer_replication": "its model repeats layers",
 }
-# Ways to begin that change the base model, too. Capital letters do not count: peft reads "OLoRA".
+# Initialisations that change the base model, too. Case is ignored: peft accepts "OLoRA".
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """What a LoRA config says of the ranks and scales of its matrices.
+    """The ranks and scales of an adapter's matrices, from its config.
 
     file     where it was read, for errors
     rank     r, of linears that `ranks` does not name
@@ -114,7 +114,7 @@ class AdapterConfig:
         return int(_matching(self.ranks, linear, self.rank))
 
     def scale_of(self, linear: str) -> float:
-        """What the product of the matrices is multiplied by."""
+        """The factor of the matrices' product."""
         rank, alpha = self.rank_of(linear), _matching(self.alphas, linear, self.alpha)
         return float(alpha / (math.sqrt(rank) if self.rooted else rank))
 

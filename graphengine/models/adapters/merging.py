@@ -27,8 +27,8 @@ def with_merged(
     in float32 and rounded to the dtype that W is stored in. Any linear with a weight of its own may
     be changed.
 
-    transposed  names of the linears that it has with columns where others have rows
-    dtype       what the engine casts weights to; None: they stay as stored
+    transposed  names of the linears that it stores transposed
+    dtype       that the engine casts weights to; None: they stay as stored
 
     A weight that is no longer finite, as stored or as `dtype`, is a ValueError when it is read.
     ValueError, with names and numbers, for an adapter of another base, and for quantised weights.

@@ -1,4 +1,4 @@
-"""Static slots of adapters next to a model's weights, and what a step reads of them.
+"""Static slots of adapters next to a model's weights, and how a step reads them.
 
 Letters: N or T lanes, S slots of requests, M weight rows.
 """
@@ -42,7 +42,7 @@ class AdapterTable:
     """The matrices of all loaded adapters, in slots beside each weight that they may change.
 
     Adapters are copied into slots, whose addresses never change: graphs that were captured before
-    serve them. A weight is found by identity, so whoever multiplies by it needs no name.
+    serve them. Slots are found by the weight's identity, so a product needs no name for its weight.
 
     linears  weights that adapters can change, in the order of a step; those that `sizes` leaves out
              get no slots
@@ -137,7 +137,7 @@ class LaneAdapters(NamedTuple):
     """The adapters of a step's lanes.
 
     of_slot_S    int32: the slot of the adapter of each request's slot; -1: none
-    of_chunk_1   int32: that of the chunk's request
+    of_chunk_1   int32: the adapter's slot of the chunk's request
     """
 
     table: AdapterTable
@@ -145,7 +145,7 @@ class LaneAdapters(NamedTuple):
     of_chunk_1: Tensor
 
     def added(self, call: LinearCall) -> LinearCall:
-        """A decode product with what adapters add to it: two launches before its own."""
+        """A decode product with the adapters' additions: two launches before its own."""
         slots = self.table.of(call.weight_MK)
         if slots is None:
             return call
@@ -155,12 +155,14 @@ class LaneAdapters(NamedTuple):
         return call._replace(delta_NM=delta)
 
     def chunk_delta(self, x_TK: Tensor, weight: AnyWeight, *, pdl: bool) -> Tensor | None:
-        """New `[T, M]`: what the chunk's adapter adds to a product; None: no adapter changes it."""
+        """New `[T, M]`: the chunk's adapter's addition to a product; None: no adapter changes
+        it.
+        """
         slots = self.table.of(weight)
         return None if slots is None else chunk_delta(x_TK, slots, self.of_chunk_1, pdl=pdl)
 
     def add_to_chunk(self, out_TM: Tensor, x_TK: Tensor, weight: AnyWeight, *, pdl: bool) -> None:
-        """Add to a chunk's product in place what its adapter adds to it."""
+        """Add the adapter's part to a chunk's product in place."""
         slots = self.table.of(weight)
         if slots is not None:
             add_chunk_delta(out_TM, x_TK, slots, self.of_chunk_1, pdl=pdl)

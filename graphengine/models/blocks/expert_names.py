@@ -22,7 +22,8 @@ class ExpertNames(NamedTuple):
                  gates come first, with outputs before inputs: [E, 2F, H] and [E, H, F]
     transposed   whether, with gates first, inputs come before outputs: [E, H, 2F] and [E, F, H]
     shared       prefix of the shared feed-forward's tensors
-    latents      linears that make experts' latent of the stream, and the stream's sum of theirs
+    latents      linears between the stream and the experts' latent: the first maps the stream to
+                 the latent, the second maps the experts' sum back
     shared_gate  of the gate on the shared feed-forward's output, without ".weight"
     other        the names, or the layout, in other checkpoints of the family; None: all have the
                  same

@@ -56,7 +56,7 @@ from graphengine.models.routing import layer_ids, tell_routes
 
 
 class ChosenExperts(NamedTuple):
-    """The first half of the chosen experts: `inner`, `[P, F]`, is what down multiplies."""
+    """The first half of the chosen experts: `inner`, `[P, F]`, is the input of down."""
 
     inner: Tensor
     slot: Tensor
@@ -123,7 +123,7 @@ def _routes(
     slot: Tensor,
     launch: DecodeLaunch,
 ) -> Routes:
-    """The experts of lanes with router inputs x, which without `squares` are normed."""
+    """The experts of lanes with router inputs x; without `squares`, x is already normed."""
     given, kept = layer_ids(launch.routes)
     routes = route_product(
         x,
@@ -191,7 +191,7 @@ def _add(
     next_norm: Tensor,
     launch: DecodeLaunch,
 ) -> Residual:
-    """`residual` plus what down makes of the chosen experts, and of the `shared` ones."""
+    """Add the chosen experts' down products to `residual`, and those of the `shared` experts."""
     residual = expert_residual(
         chosen.inner,
         weights.down,
@@ -219,11 +219,11 @@ def _add_latent(
     next_norm: Tensor,
     launch: DecodeLaunch,
 ) -> Residual:
-    """`residual` plus what a linear makes of the latent of the chosen experts, and plus the
-    `shared` ones.
+    """Add to `residual` the chosen experts' latent, mapped back by a linear, and the `shared`
+    experts.
 
-    Of ranks that split experts, each has a part of the latent, which need not be whole before the
-    linear: one all-reduce sums what the linear makes of it and the shared ones' parts.
+    Where ranks split experts, each has a part of the latent. The linear can be applied to the
+    parts, so one all-reduce sums its products together with the shared experts' parts.
     """
     assert weights.latents is not None
     slot, of_all = row.slot, launch.experts
@@ -386,9 +386,9 @@ def _chunk_sum(
 def _chunk_tiles(
     weights: ExpertsWeights, lanes: int | None, dtype: torch.dtype
 ) -> tuple[ProductTile, ProductTile]:
-    """Tiles of the first half, and of down; both take the pairs of one grouping.
+    """Tiles of the first half, and of down; both use the same grouping of pairs.
 
-    lanes  None: any number of them, on which no bit may depend
+    lanes  number of lanes; None: any number, as no bit may depend on it
     """
     block = weights.block
     tiles = [
@@ -419,7 +419,7 @@ def _format(weight: ExpertWeight) -> WeightFormat | None:
 
 
 def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
-    """Router logits in float32, `[N, E]`: rounded to 16 bits they would tie."""
+    """Router logits in float32, `[N, E]`: in 16 bits there would be ties."""
     if h_NH.dtype == torch.float32:
         return torch.mm(h_NH, gate_EH.t())
     if h_NH.is_cuda:
@@ -428,7 +428,7 @@ def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
 
 
 def _summands(routed: Tensor, shared: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, ...]:
-    """What is added to the stream of a chunk; with several ranks, one sum over all of them."""
+    """The terms to add to a chunk's stream; with several ranks, their sum over all ranks."""
     if reduce is None:
         return (routed,) if shared is None else (routed, shared)
     return (reduce(routed if shared is None else routed.add_(shared)),)

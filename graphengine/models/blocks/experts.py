@@ -1,8 +1,8 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs, or
 of feed-forwards without gates, which have a squared ReLU.
 
-Experts may read and write a latent: one linear makes it of the stream, and another one the stream's
-sum of what they write.
+Experts may read and write a latent: one linear maps the stream to it, and another maps the experts'
+sum back.
 
 With several ranks, each has a part of every expert's width, or some whole experts, and all of the
 router, so all ranks choose alike, and one all-reduce sums the chosen and the shared experts. Or
@@ -50,8 +50,8 @@ class Experts:
     sharing    ranks with lanes of their own that share these experts
     corrected  whether experts are chosen by scores with a correction
     bias       whether the products of the router and of the experts have biases
-    gating     what replaces silu(gate) * up in experts
-    latent     values of what experts read and write; 0: they read and write the stream
+    gating     function in place of silu(gate) * up in experts
+    latent     values of the latent that experts read and write; 0: they read and write the stream
     own_norms  whether router, experts and the shared feed-forward, which there is then, each have
                norms of their own (`norms.py`)
     names      of the checkpoint's tensors
@@ -78,8 +78,8 @@ class Experts:
     def linears(self) -> Linears:
         """Linears in the order of a step, without the router; all experts share a shape and a plan.
 
-        Ranks split the width of each expert, or have whole ones; they split the width of the shared
-        feed-forward. Each rank has the whole router.
+        Ranks split the width of each expert, or have whole experts. They split the width of the
+        shared feed-forward. Each rank has the whole router.
         """
         hidden, width, count = self.hidden_size, self.width, len(self.own)
         inner = Linear("swiglu" if self.gated else "store", self.rows, width, experts=count)
@@ -113,7 +113,7 @@ class Experts:
 
     @property
     def activation(self) -> Literal["swiglu", "squared_relu"]:
-        """What the first linear's outputs go through."""
+        """The function applied to the first linear's outputs."""
         return "swiglu" if self.gated else "squared_relu"
 
     @property
@@ -127,8 +127,8 @@ class Experts:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """First checkpoint linear fused into each weight; for experts, the first one's, or the
-        tensor that has all experts.
+        """First checkpoint linear fused into each weight; for experts, the first expert's linear,
+        or the tensor that has all experts.
         """
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: self.names.shared + first for name, first in shared.items()}
@@ -149,7 +149,7 @@ class Experts:
 
     @property
     def prefill_width(self) -> int:
-        """Values of a lane in `PrefillScratch`: what the products leave for each of its pairs."""
+        """Values of a lane in `PrefillScratch`: the products' results for each of its pairs."""
         if self.shared is None:
             return self.routed_width
         return self.routed_width + self.hidden_size + self.shared.prefill_width
@@ -238,7 +238,7 @@ class ExpertsWeights:
     gate_bias   of the router's product
     norms       of experts beside a feed-forward; None: all read the stream after one norm
     latents     `[L, H]` before experts that read and write a latent, `[H, L]` after them; None:
-                these read and write the stream
+                experts read and write the stream
     """
 
     block: Experts
@@ -351,7 +351,7 @@ class ExpertsWeights:
         return {self.prefix + name: weight for name, weight in names.items()}
 
     def _beside(self) -> dict[str, Weight]:
-        """What belongs to the shared feed-forward, latents and norms."""
+        """Tensors of the shared feed-forward, latents and norms."""
         names = {} if self.shared is None else self.shared.stored()
         if self.latents is not None:
             for linear in self._latent_linears(*self.latents):
@@ -432,7 +432,9 @@ class ExpertsWeights:
 
 
 def _same_form(names: Sequence[str], forms: WeightForms) -> PackedForm | None:
-    """How the weights with these first linears are stored; ValueError unless all are alike."""
+    """The format of the weights with these first linears; ValueError unless all are stored
+    alike.
+    """
     first = forms.get(names[0])
     for name in names:
         other = forms.get(name)

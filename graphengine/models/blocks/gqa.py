@@ -51,8 +51,8 @@ class GroupedQueryAttention:
     normed    whether there is a norm before the block
     window    tokens that a query sees, including its own; 0: all up to its own
     nope      whether heads stay as they are where others rotate them (NoPE)
-    rotated   the part of a head that RoPE rotates, as in its `RopeConfig`; with gates, one over a
-              whole number
+    rotated   the fraction of a head that RoPE rotates, as in its `RopeConfig`; with gates, one over
+              a whole number
     interleaved  whether RoPE pairs each value with its neighbour in the checkpoint, not with the
               one half a head further on
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
@@ -63,9 +63,10 @@ class GroupedQueryAttention:
     transposed  whether a checkpoint has a linear's columns where others have its rows, as GPT-2's
               Conv1D has them
     projected  the linears that a checkpoint has, by the first letters of queries, keys and values.
-              Without that of values, these are the keys before norm and rotation; with queries
-              alone, keys and values are those of the last layer with the same window that `lends`
-    lends     whether later layers read what this one keeps
+              Without a linear of values, the values are the keys before norm and rotation. With
+              queries alone, the layer uses keys and values of the last layer with the same window
+              that `lends`
+    lends     whether later layers read this layer's keys and values
     value_norm  whether each head's value has an RMSNorm without a weight. Then the norms of queries
               and keys are rounded once, after their weights
     role      prefix of its linears' names
@@ -134,7 +135,8 @@ class GroupedQueryAttention:
     def rows(self) -> HeadRows:
         """The rows of queries, keys, values and gates."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        # As in a head of as many parts as pairs: rows of first values come before second ones.
+        # As in a head with as many parts as pairs: the rows of all first values come before those
+        # of the second.
         rotated = 2 if self.interleaved else int(self.head_dim * self.rotated)
         return HeadRows(*sizes, rotated=rotated, gated=self.gated, linears=self.projected)
 
@@ -236,7 +238,7 @@ class GroupedQueryAttention:
 
 
 class Lent(NamedTuple):
-    """What a layer lends those that reuse its keys and values.
+    """The keys and values that a layer lends to later layers.
 
     weights  of its attention
     qkv      `[N, (Q + 2G) * D]`: its lanes' keys, before norm and rotation, and values, after the
@@ -248,9 +250,9 @@ class Lent(NamedTuple):
 
 
 class PagedMemory(NamedTuple):
-    """What an attention block reads and writes of its sequences.
+    """The per-sequence memory of an attention block.
 
-    lent  what it lends later layers, or what an earlier one lends it; None: nothing
+    lent  keys and values lent to later layers, or by an earlier one; None: none
     """
 
     kv: Tensor
@@ -375,7 +377,9 @@ class AttentionWeights:
         launch: DecodeLaunch,
         lent: Lent | None = None,
     ) -> Tensor:
-        """Run `decode` between its two products: `[N, Q*D]`, of `qkv`, which it may change."""
+        """Run the part of `decode` between its two products: attention of `qkv`, `[N, Q*D]`. It may
+        change `qkv`.
+        """
         block = self.block
         self._norm_rows(qkv, row.slot, pdl=launch.pdl)
         keys = self if lent is None else lent.weights
@@ -466,7 +470,7 @@ class AttentionWeights:
     ) -> Tensor:
         """Queries, keys and values of decode lanes, side by side, and gates after them.
 
-        made  memory for them, in which a layer that reuses keys and values finds these
+        made  memory for them; a layer that reuses keys and values finds them there
         """
         block, bias = self.block, self.qkv_bias
         if isinstance(inputs, Residual) and not block.normed:
@@ -483,7 +487,9 @@ class AttentionWeights:
         return qkv
 
     def _norm_values(self, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
-        """Make values of keys, or norm them, where the block does so and they are its own."""
+        """Copy values from keys, or norm them, where the block does so and the values are its
+        own.
+        """
         block = self.block
         if block.value_norm and not block.reuses:
             norm_values(
@@ -497,7 +503,9 @@ class AttentionWeights:
             )
 
     def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
-        """`launch.split_tokens`, or the window's own, as it is short however long sequences get."""
+        """`launch.split_tokens`, or a value for the window, which stays short however long
+        sequences get.
+        """
         block = self.block
         if not block.window:
             return launch.split_tokens
@@ -519,7 +527,7 @@ class AttentionWeights:
         `scratch.h`, or of `fed`.
 
         `kv` receives the keys and values of the live lanes. The result lies in `scratch`, before
-        what the product of `add_output` writes.
+        the memory that `add_output` writes its product to.
         """
         block = self.block
         width = block.q_size if block.reuses else max(block.projected_size, block.qkv_size)

@@ -26,7 +26,7 @@ class HeadRows(NamedTuple):
 
     rotated  values of a head that RoPE rotates, the first ones in a checkpoint
     gated    whether there are gates; each head's follow its query in a checkpoint
-    linears  those that there are, by the first letters of queries, keys and values
+    linears  the linears that exist, by the first letters of queries, keys and values
     """
 
     num_heads: int
@@ -38,7 +38,9 @@ class HeadRows(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many parts a head has, of which RoPE rotates the first; 0: no whole number."""
+        """How many parts a head has, of which RoPE rotates the first; 0: it does not divide into
+        whole parts.
+        """
         return 0 if self.head_dim % self.rotated else self.head_dim // self.rotated
 
     @property
@@ -73,7 +75,7 @@ class HeadRows(NamedTuple):
         return order
 
     def order_of(self, heads: int) -> Tensor | None:
-        """The checkpoint's row for each row of so many heads; None: views have the order."""
+        """The checkpoint's row for each row of this many heads; None: a view gives the order."""
         if self.parts:
             return None
         rest = self.head_dim - self.rotated
@@ -101,7 +103,7 @@ class HeadRows(NamedTuple):
     def of_heads(self, rows: Tensor, *, always: bool = False) -> Tensor:
         """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
 
-        The rows themselves where `order_of` has the order.
+        Returns the rows themselves where `order_of` gives the order.
 
         always  make the view even where the rows are in the checkpoint's order
         """

@@ -1,12 +1,12 @@
 """Expert layers of data-parallel ranks: each rank has requests of its own, and experts are spread.
 
-Each rank routes its own lanes and sends them to all ranks, with everything that experts need of
-them. Every rank runs its experts on the lanes of all, and returns to each rank the results for its
-lanes; there they are summed in the order of the ranks. So the bits of a lane depend on its experts'
-ranks, not on the lane's own rank. All ranks have the graph's number of lanes, as the lanes of a
-rank without requests are padded: no count is exchanged. On GPUs a decode step has one kernel for
-each direction. This is the data flow of attention data parallelism with expert parallelism in
-SGLang and TensorRT-LLM, with padded in place of counted lanes.
+Each rank routes its own lanes and sends them, with all that experts read of them, to all ranks.
+Every rank runs its experts on the lanes of all ranks, and returns to each rank the results for that
+rank's lanes. There the results are summed in rank order. So the bits of a lane depend on which
+ranks have its experts, not on the lane's own rank. All ranks have the graph's number of lanes, as
+the lanes of a rank without requests are padded: no count is exchanged. On GPUs a decode step has
+one kernel for each direction. This is the data flow of attention data parallelism with expert
+parallelism in SGLang and TensorRT-LLM, with padded in place of counted lanes.
 
 Letters: R ranks, N lanes of a rank, M = R * N lanes, H hidden, k experts of a lane, T partial sums.
 """
@@ -29,11 +29,11 @@ _ALIGNMENT = 16
 
 
 class RoutedLanes(NamedTuple):
-    """What experts read of each lane.
+    """The data of each lane that experts read.
 
     x        `[N, H]` in the model's dtype, dense rows
     slot     int32 `[N]`, -1 for a padded lane
-    routes   the experts of each
+    routes   the experts of each lane
     squares  float32 `[T, N]` of a norm that x still needs; None: x is normed
     """
 
@@ -53,7 +53,7 @@ def lanes_of_all(lanes: RoutedLanes, group: RankGroup) -> RoutedLanes:
 
 
 def sum_of_own(part_MH: Tensor, group: RankGroup) -> Tensor:
-    """`[N, H]`: the sum of what all ranks' experts made of this rank's lanes: one collective."""
+    """`[N, H]`: the sum of all ranks' expert results for this rank's lanes: one collective."""
     return group.sum_own(_by_rank(part_MH, group))
 
 
@@ -65,7 +65,7 @@ def add_sum_of_own(
     next_norm_H: Tensor,
     launch: DecodeLaunch,
 ) -> Residual:
-    """`residual` plus `sum_of_own` plus this rank's `own_NH`, both float32: one collective."""
+    """Add `sum_of_own` and this rank's `own_NH`, both float32, to `residual`: one collective."""
     group, pdl = launch.experts, launch.pdl
     assert group is not None, "experts of one rank alone"
     if group.add_own is not None:
@@ -92,7 +92,7 @@ def _gathered_lanes(lanes: ExpertLanes, group: RankGroup) -> ExpertLanes:
 
 def _gathered(parts: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
     """Each part, `[N, columns]`, of all ranks: dense `[M, columns]`."""
-    # Flat first: a dimension of one may have any stride, which no view of bytes takes.
+    # Flattened first: a dimension of size 1 may have any stride, and then a view as bytes fails.
     rows = [part.reshape(-1).view(torch.uint8).view(len(part), -1) for part in parts]
     starts, end = [], 0
     for row in rows:

@@ -147,8 +147,8 @@ class MlpWeights:
         return self.add(self.inner(row, residual, launch), row, residual, next_norm, launch)
 
     def inner(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
-        """Run the first half: what `add` multiplies by down. `residual` is scaled for the block's
-        norm.
+        """Run the first half, whose result `add` multiplies by down. `residual` is scaled for the
+        block's norm.
         """
         name, eps = f"{self.block.role}up", self.block.norm_eps
         call = launch.call(name, residual, self.up, row.slot, eps=eps, bias=self.up_bias)

@@ -41,9 +41,9 @@ class Sandwich(NamedTuple):
     """The weights [H] of the norm after a block, and of the one that reads the stream next.
 
     eps     of the first
-    normed  whether there is the second; else the stream is read as it is, and `following` is all
+    normed  whether the second norm exists; else the stream is read as it is, and `following` is all
             ones
-    factor  `[1]`: what the stream is multiplied by between the two; None: nothing
+    factor  `[1]`: factor of the stream between the two norms; None: none
     """
 
     post: Tensor
@@ -80,12 +80,12 @@ ReadNorm = Tensor | LayerNorm | NormsByKind
 """The norm that reads the stream: an RMSNorm's weight, a LayerNorm, or an RMSNorm for each kind of
 lane."""
 NextNorm = ReadNorm | Sandwich
-"""What lies between a block and the next one: the norm that reads the stream, or two norms."""
+"""The norms between a block and the next one: the norm that reads the stream, or two norms."""
 
 
 def plus_one(weight: Tensor) -> Tensor:
-    """1 + weight in float32, as transformers computes it: in 16 bits the weight loses its last
-    bits.
+    """1 + weight in float32, as transformers computes it: the sum in 16 bits would lose the
+    weight's last bits.
     """
     return weight.float() + 1.0
 
@@ -104,9 +104,9 @@ _EXPERT_NAMES: Mapping[str, str] = {
 class ExpertNorms:
     """The weights of the norms around experts and the feed-forward beside them.
 
-    router        `[H]`, of the norm of the router's input; to compute with it is divided by the
+    router        `[H]`, of the norm of the router's input. For computing it is divided by the
                   square root of H, in float32
-    factor        `[E]`, what the weights of the chosen experts are multiplied by
+    factor        `[E]`, factor of the weight of each chosen expert
     before        `[H]`, of the norm of the experts' input
     after         `[H]`, of the norm of their sum
     shared_after  `[H]`, of the norm of the feed-forward's output
@@ -143,13 +143,13 @@ class ExpertNorms:
     def router_input(
         self, x_NH: Tensor, slot: Tensor, *, eps: float, out: Tensor, pdl: bool
     ) -> Tensor:
-        """Write what the router reads of the stream to `out`, in its dtype."""
+        """Norm the stream for the router, into `out`, in its dtype."""
         return _normed(x_NH, self.router, slot, eps=eps, out=out, pdl=pdl)
 
     def expert_input(
         self, x_NH: Tensor, slot: Tensor, *, eps: float, out: Tensor, pdl: bool
     ) -> Tensor:
-        """Write what the experts read of the stream to `out`, in its dtype."""
+        """Norm the stream for the experts, into `out`, in its dtype."""
         return _normed(x_NH, self.before, slot, eps=eps, out=out, pdl=pdl)
 
     def summed(
@@ -162,7 +162,7 @@ class ExpertNorms:
         out: Tensor | None = None,
         pdl: bool,
     ) -> Product:
-        """The block's output of the experts' sum and of the feed-forward's output, into `out`."""
+        """Combine the experts' sum and the feed-forward's output into the block's output, `out`."""
         norms = self.after, self.shared_after
         return normed_sum(routed_NH, shared_NH, *norms, slot, eps=eps, out=out, pdl=pdl)
 

@@ -14,7 +14,7 @@ from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 
 class RopeTables(NamedTuple):
-    """The tables that a model's attention layers share, also with those of its draft modules.
+    """The tables that a model's attention layers share with those of its draft modules.
 
     cos, sin  float32 `[P, D/2]` of P = max_seq_len positions
     """
@@ -33,7 +33,9 @@ class RopeTables(NamedTuple):
 
     @classmethod
     def still(cls, *, head_dim: int, max_seq_len: int, device: torch.device) -> RopeTables:
-        """Tables that rotate nothing, for attention without RoPE: the bits stay as they are."""
+        """Tables that rotate nothing, for attention without RoPE: queries and keys keep their
+        bits.
+        """
         half = (max_seq_len, head_dim // 2)
         return cls(torch.ones(half, device=device), torch.zeros(half, device=device), max_seq_len)
 

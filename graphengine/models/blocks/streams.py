@@ -1,7 +1,8 @@
 """The residual stream between blocks: how a product is added to it, and prefill's scratch memory.
 
-Ranks meet between a block's last product and the sum: by `reduce`, or, in a chunk whose lanes they
-split, by `SplitStream.add`. With one rank, decode has one kernel for product and sum.
+Ranks sum their parts between a block's last product and the addition to the stream: by `reduce`,
+or, in a chunk whose lanes they split, by `SplitStream.add`. With one rank, decode has one kernel
+for product and addition.
 
 Letters: N or T lanes, H hidden, K columns of a weight.
 """
@@ -117,11 +118,11 @@ def add_product(
 ) -> Residual:
     """Add the product of all ranks to `residual`, scaled for `next_norm`; see `AddResidual`.
 
-    A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
-    With `reduce` the product is one kernel, and the sum another. A product with a norm of its own
-    is one kernel, and its norm and the sum are another; its inputs have none. So is a LayerNorm
-    that reads the stream next. With several ranks, each divides the squares of the inputs by its
-    own K.
+    If ranks split a weight by columns, each computes a part of every sum; the bias is added to the
+    whole. With `reduce`, product and addition are two kernels. A product that is normed itself
+    takes two as well: the second kernel does the norm and the addition, and the product's inputs
+    have no norm. A LayerNorm that reads the stream next is one more kernel. With several ranks,
+    each divides the squares of the inputs by its own K.
     """
     if isinstance(next_norm_H, NormsByKind):
         next_norm_H = next_norm_H.sound
@@ -178,7 +179,7 @@ def _whole_product(call: LinearCall, launch: DecodeLaunch) -> Product:
 def kept_rows(
     streams: Mapping[int, Tensor], layer: int, residual: Residual, scale: float = 1.0
 ) -> StreamCopy | None:
-    """Where decode leaves the stream after a layer; None: nowhere."""
+    """Where decode writes the stream after a layer; None: nowhere."""
     if layer not in streams:
         return None
     return StreamCopy(streams[layer][: len(residual.x)], scale)
@@ -199,12 +200,12 @@ class PrefillScratch:
     """The memory that the layers of a chunk of T lanes compute in, one after the other.
 
     It is one piece of memory, since each product's result is needed only until the next one has
-    read it. Queries, keys and values come first, and the queries after RoPE next to them. Attention
-    then takes the place of the first, and its output product that of the second. Gate and up take
-    the place of all, or what one kernel makes of them where they are `fused`. The rounded inputs
-    (codes) of one product lie next to all these.
+    read it. Queries, keys and values come first, and the queries after RoPE next to them.
+    Attention's sums then overwrite the former, and its output product overwrites the latter. Gate
+    and up overwrite all of it, or only the SwiGLU's result does where one kernel computes it
+    (`fused`). The rounded inputs (codes) of one product have a part of their own.
 
-    h         `[T, H]` in the dtype of `like`: what each layer reads
+    h         `[T, H]` in the dtype of `like`: the normed stream that each layer reads
     width     values besides `h` for each lane
     launch    how the kernels are launched
     coded     columns of the widest inputs that `launch` has rounded
@@ -231,7 +232,7 @@ class PrefillScratch:
         self.kinds = kinds
         self.launch = launch
         self.split = split
-        # Whole pieces of 16 bytes, so that what lies after them is aligned for copies.
+        # Whole pieces of 16 bytes, so that the memory after them is aligned for copies.
         codes = -(-code_bytes(lanes, coded) // 16) * 16 // like.itemsize if coded else 0
         sizes = [codes, lanes * hidden, lanes * width]
         if outlived:
@@ -265,9 +266,7 @@ class PrefillScratch:
         swiglu: bool = False,
         activation: Activation = "silu",
     ) -> Tensor:
-        """`chunk_product` with this launch, and with what adapters add to it; inputs are rounded
-        into this memory.
-        """
+        """`chunk_product` with this launch and its adapters; rounds inputs into this memory."""
         adapters, pdl = self.launch.adapters, self.launch.pdl
         chunk_product(
             x,
@@ -287,7 +286,7 @@ class PrefillScratch:
         return out
 
     def delta(self, x: Tensor, weight: AnyWeight) -> Tensor | None:
-        """What adapters add to a product that a kernel takes on; None: nothing."""
+        """The adapters' addition to a product, for a kernel that adds it; None: none."""
         adapters = self.launch.adapters
         return None if adapters is None else adapters.chunk_delta(x, weight, pdl=self.launch.pdl)
 
@@ -321,7 +320,7 @@ def chunk_product(
 
     swiglu       for a packed weight: `out` is silu(gate) * up
     activation   in place of silu
-    activations  what x is rounded to, if the weight takes that
+    activations  format that x is rounded to, if the weight's kernel takes it
     codes        uint8, of `code_bytes` or more: memory for the rounded x; None: new memory
     delta        for a packed weight: `[N, M]`, added to the product before its activation
     any_lanes    whether no bit of a lane may depend on the number of lanes
@@ -353,11 +352,11 @@ def chunk_product(
 
 
 def whole_pieces(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`x [..., K]` and `weight [..., K]` for a BLAS: on a CPU in half precision with zeros behind
-    K, up to 64 bytes a row.
+    """`x [..., K]` and `weight [..., K]` for a BLAS. On a CPU in half precision, rows are padded
+    with zeros to multiples of 64 bytes.
 
-    oneDNN with AMX reads a row of `x` in pieces of 64 bytes and multiplies what lies past its end,
-    the next row, by 0: a NaN in a padded lane would reach the lane before it.
+    oneDNN with AMX reads a row of `x` in pieces of 64 bytes. Values past the row's end, in the next
+    row, are multiplied by 0: a NaN in a padded lane would reach the lane before it.
     """
     past = -x.shape[-1] % (64 // x.itemsize)
     if x.device.type != "cpu" or x.itemsize != 2 or not past:
@@ -377,8 +376,8 @@ def add_chunk_product(
     eps: float,
     out: Tensor,
 ) -> None:
-    """Add the product of all ranks to `stream` in place, and write it, normed for what reads it
-    next, to `scratch.h`.
+    """Add the product of all ranks to `stream` in place, and write it, normed for its next reader,
+    to `scratch.h`.
 
     `out`, `[N, H]`, may take the product, and may be `scratch.h`. Each rank's part is rounded to
     its dtype before the parts are summed; in decode they are float32. Where the stream is split,
@@ -407,8 +406,8 @@ def add_chunk(
     *,
     eps: float,
 ) -> None:
-    """Add a block's output, summed over ranks, to `stream` in place, and write it, normed for what
-    reads it next, to `scratch.h`, which may be the output itself.
+    """Add a block's output, summed over ranks, to `stream` in place, and write it, normed for its
+    next reader, to `scratch.h`, which may be the output itself.
     """
     launch, h = scratch.launch, scratch.h
     if isinstance(next_norm_H, NormsByKind):

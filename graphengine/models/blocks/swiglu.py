@@ -1,8 +1,8 @@
 """A SwiGLU feed-forward: down(silu(gate x) * up x), or with another activation in place of silu.
 
-`SwigluByKind` is two of them side by side, one of sound and one of text: each lane goes through
-that of its kind. Decode steps feed sound alone. A chunk of a prompt runs through both, and each
-lane keeps the sum of its own, so that the products of a chunk cost twice those of one SwiGLU.
+`SwigluByKind` is two of them side by side, one for sound and one for text; each lane takes the one
+of its kind. Decode steps feed only sound. All lanes of a prompt's chunk run through both, and each
+keeps the result of its kind, so a chunk's products cost twice those of one SwiGLU.
 
 Letters: N lanes, H hidden, F ffn width.
 """
@@ -149,8 +149,8 @@ class SwigluWeights:
         return tensors_of(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
     def is_fused(self, lanes: int | None) -> bool:
-        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel; None: chunks of
-        all numbers of lanes alike.
+        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel; None: the same
+        for all numbers of lanes.
         """
         if not isinstance(self.gate_up, Tensor):
             return True
@@ -172,8 +172,8 @@ class SwigluWeights:
         return self.add(gated, row, residual, next_norm, launch)
 
     def inner(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
-        """Run the first half: what `add` multiplies by down. `residual` is scaled for the block's
-        norm.
+        """Run the first half, whose result `add` multiplies by down. `residual` is scaled for the
+        block's norm.
         """
         block = self.block
         call = launch.call(
@@ -245,9 +245,9 @@ class SwigluWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwigluByKind(Swiglu):
-    """Sizes and switches of both; the block itself is that of sound.
+    """Sizes and switches of both; the block itself is the one for sound.
 
-    own_prefix, text_prefix  of the tensors of sound's and of text's, below a layer's own prefix
+    own_prefix, text_prefix  of the tensors for sound and for text, below the layer's prefix
     """
 
     own_prefix: str
@@ -255,7 +255,7 @@ class SwigluByKind(Swiglu):
 
     @property
     def prefill_width(self) -> int:
-        """Values of a lane in `PrefillScratch`: with the output of text's."""
+        """Values of a lane in `PrefillScratch`: including the text block's output."""
         return 2 * self.ffn_size + self.hidden_size
 
     def allocate(
@@ -263,7 +263,7 @@ class SwigluByKind(Swiglu):
     ) -> SwigluByKindWeights:
         """Uninitialised weights; `device="meta"` allocates nothing.
 
-        prefix  of the tensors of sound's in the checkpoint
+        prefix  of the tensors for sound in the checkpoint
         """
         of_text = prefix.removesuffix(self.own_prefix) + self.text_prefix
         sound, text = (
@@ -283,7 +283,7 @@ class SwigluByKind(Swiglu):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwigluByKindWeights(SwigluWeights):
-    """The weights of both; the block itself has those of sound."""
+    """The weights of both; the block itself has those for sound."""
 
     text: SwigluWeights
 
@@ -300,13 +300,14 @@ class SwigluByKindWeights(SwigluWeights):
         return [*SwigluWeights.tensors(self), *self.text.tensors()]
 
     def chunk_width(self, lanes: int | None) -> int:
-        """Values of a lane in `PrefillScratch`: with the output of text's."""
+        """Values of a lane in `PrefillScratch`: including the text block's output."""
         return SwigluWeights.chunk_width(self, lanes) + self.block.hidden_size
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
     ) -> None:
-        """Run a chunk's lanes, whose normed stream is `scratch.h`, each through that of its kind.
+        """Run a chunk's lanes, whose normed stream is `scratch.h`, each through the block of its
+        kind.
 
         `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
         """
@@ -314,7 +315,7 @@ class SwigluByKindWeights(SwigluWeights):
         assert kinds is not None, "the lanes' kinds are known"
         own_width = SwigluWeights.chunk_width(self, len(stream))
         of_text = scratch.take(self.block.hidden_size, after=own_width)
-        # The second product overwrites what both read.
+        # The second product overwrites the input of both.
         for weights, out in ((self.text, of_text), (self, scratch.h)):
             gated = SwigluWeights.inner_chunk(weights, slot, scratch)
             scratch.product(gated, weights.down, weights.down_bias, out=out)

@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes in 4 bits, NF4 and FP4: their values are in the dtype that they had.
+"""Weights of bitsandbytes in 4 bits, NF4 and FP4, read as values in their original dtype.
 
 Each block of consecutive values has one scale. The codes stand for 16 numbers of the file's own
 table, which no kernel here decodes, so that such weights are widened while they are read.
@@ -38,7 +38,7 @@ class FourBits(NamedTuple):
                    half
     beside         the tensors that belong to it, by their last names
     shape          of the weight
-    dtype          that the weight had, and gets again
+    dtype          of the weight before quantisation, to which it is widened
     block          consecutive values that share a scale
     nested_block   consecutive scales that share a scale of their own; 0: scales are in float32
     nested_offset  added to scales that have scales
@@ -119,7 +119,7 @@ def four_bit_weights(
 def without_parts(
     tensors: Mapping[str, TensorInfo], weights: Mapping[str, FourBits]
 ) -> dict[str, TensorInfo]:
-    """A checkpoint's tensors, with these weights as they are read in place of what they are of."""
+    """A checkpoint's tensors, with these weights in place of the tensors that store them."""
     parts = {f"{name}.{end}" for name, weight in weights.items() for end in weight.beside}
     states = {f"{name}.{_STATE}{kind}" for name in weights for kind in _KINDS}
     kept = {name: info for name, info in tensors.items() if name not in parts | states}

@@ -48,7 +48,8 @@ from graphengine.options.devices import DTYPES
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | ReorderedTensor | Sequence[Tensor]]
 Merge = Callable[[str, Tensor, TensorSlice | None], Tensor]
-"""Makes the value of a tensor, by its name, of what is stored, or of a part of that."""
+"""Computes the value of a tensor from its name and its stored value, or from a part of that
+value."""
 
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # A base model saved alone lacks this prefix in the names that begin with these parts.
@@ -62,7 +63,7 @@ _BASE_MODEL_PARTS = (
 # those of Nemotron-H, CSM, GPT-NeoX, Qwen3-Omni's talker and Moshi, and of GPT-2 as a whole and as
 # a base model saved alone.
 _LANGUAGE_MODELS = {
-    # So transformers 5.23 saves Kimi K2.5, whose published files have layers.
+    # transformers 5.23 saves Kimi K2.5 with this name; its published files have layers.
     "language_model.model.blocks.": "model.layers.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -82,7 +83,7 @@ _LANGUAGE_MODELS = {
     "transformer.": "model.",
     "h.": "model.layers.",
 }
-# How Moshi's decoders name linears of attention.
+# Moshi's names of attention's linears.
 _WRAPPED = re.compile(r"((depth_)?decoder\..*self_attn\.[qkvo]_proj)\.linear(\.weight)")
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
 _COPY_BYTES = 256 << 20
@@ -219,7 +220,7 @@ class Checkpoint:
                       views of fused parameters. Values are cast to the destination's dtype. A
                       destination of four or more dimensions may split the rows over several of
                       them, and one of three or more the last dimension: so their order may differ.
-                      An `ReorderedTensor` one says the order of its rows.
+                      A `ReorderedTensor` gives the order of its rows.
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
@@ -315,7 +316,7 @@ class Checkpoint:
         return self._merged(name, whole if info.cut is None else info.cut.part(whole))
 
     def _merged(self, name: str, value: Tensor) -> Tensor:
-        """The value that a tensor is read as; `value` is what is stored of it."""
+        """The value that a tensor is read as; `value` is its stored value, or a part of it."""
         return value if self.merge is None else self.merge(name, value, self.tensors[name].cut)
 
     def _draw(self, name: str, device: str) -> Tensor:
@@ -547,7 +548,7 @@ def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
 def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
     """The stored name of each tensor of the whole model; ValueError if two get the same name.
 
-    A tensor that has several linears gets the names of all of them.
+    A tensor that holds several linears gets the names of all of them.
 
     source  where they are stored, for errors
     """

@@ -50,7 +50,8 @@ _BUFFERS = re.compile(
 )
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
-# Shows that a layer past the model's own is a draft module, as in DeepSeek's checkpoints.
+# A tensor of this name in a layer past the model's own marks a draft module, as in DeepSeek's
+# checkpoints.
 _DRAFT_LAYER = re.compile(_LAYER.pattern + r"eh_proj\.")
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # Tensors next to a language model that do not affect its tokens: towers for images and sound and
@@ -81,7 +82,7 @@ def read_model(
 ) -> ModelConfig:
     """The model's configuration, checked against the names, shapes and dtypes of its tensors.
 
-    quantize  what weights will be rounded to; with `head` lm_head, too
+    quantize  format that weights will be rounded to; with `head` also lm_head
 
     Logs unknown keys of `config.json`, and a LoRA adapter in the same folder. ValueError says what
     is missing, unsupported or contradictory.

@@ -56,7 +56,9 @@ def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
 
 
 def told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> str:
-    """What a directory without `config.json` is, and what to do about it; empty if unknown."""
+    """Text that says what a directory without `config.json` holds, and what to do; empty if
+    unknown.
+    """
     if (directory / ADAPTER).is_file():
         base = read_json_object(directory / ADAPTER).get("base_model_name_or_path")
         of, model = ("", "its") if base is None else (f" of {shown(base)}", "that")

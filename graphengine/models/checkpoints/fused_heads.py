@@ -1,4 +1,4 @@
-"""Tensors that have several linears interleaved by head, read as if each were stored alone.
+"""Tensors that hold several linears interleaved by head, read as if each linear were stored alone.
 
 Qwen3-Next has a gated delta net's projections in two linears. For each key head the rows of
 `in_proj_qkvz` are its query, its key, and the values and then the z of its value heads; those of
@@ -37,13 +37,13 @@ def parts_of(
     stored: Mapping[str, TensorInfo],
     config: Mapping[str, Any],
 ) -> dict[str, TensorInfo]:
-    """What is read of each tensor by each of its `read_names`.
+    """The part of its tensor that each of the `read_names` stands for.
 
     names   the stored name for each name by which a tensor is read
     config  of the model, which says how many heads there are
 
-    ValueError, with names and numbers, for a tensor that does not have a row or a scale for each of
-    the heads' rows, or for equal blocks of them.
+    ValueError, with names and numbers, unless a tensor has one row or scale for each of the heads'
+    rows, or for each of equal blocks of them.
     """
     return {
         name: _part_of(directory, name, old, stored[old], config) for name, old in names.items()
@@ -55,7 +55,7 @@ def _part_of(
 ) -> TensorInfo:
     fused = next((fused for fused in _LINEARS if fused in stored), None)
     if fused is None or info.shape in ((), (1,)):
-        # Not fused, or a scale of all rows.
+        # Not fused, or one scale for all rows.
         return info
     pieces, heads = _pieces(fused, config)
     period = sum(pieces)
@@ -92,7 +92,7 @@ def _pieces(fused: str, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int
 
 
 def _wanted(fused: str, name: str) -> tuple[int, ...]:
-    """The places of the pieces that the linear of this name has, in its order."""
+    """The places of the pieces that belong to the linear of this name, in its order."""
     first = _LINEARS[fused][0]
     if fused == _ATTENTION:
         return (next(at for at, part in enumerate(_LINEARS[fused]) if part in name),)

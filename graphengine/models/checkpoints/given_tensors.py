@@ -19,15 +19,15 @@ from graphengine.models.checkpoints.tensor_files import save_whole
 from graphengine.models.quantised.filling import ChangedTensors
 
 HANDED_OVER = Path("update_weights()")
-"""Where tensors that are in no folder come from, for errors."""
+"""The source of tensors that are in no folder, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenTensors(Checkpoint):
     """A checkpoint that loads `values`, by the names of the whole language model.
 
-    `tensors` say how they are read: like those of a checkpoint with the same names and shapes; a
-    rank may read parts. `config` comes from that checkpoint, too.
+    `tensors` describe them like those of a checkpoint with the same names and shapes; a rank may
+    read parts. `config` comes from that checkpoint, too.
 
     folder  a checkpoint that has the same values; None: they are only in memory
     """

@@ -13,7 +13,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: bytes, what: str) -> dict[str, Any]:
-    """The object that a text is. ValueError, which begins with `what`, for anything else."""
+    """Parse a text that is a JSON object. A ValueError, which begins with `what`, for anything
+    else.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

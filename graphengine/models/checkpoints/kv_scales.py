@@ -2,7 +2,7 @@
 
 Checkpoints whose KV was calibrated have a scale for the keys and one for the values of each layer,
 or of each of its kv heads. compressed-tensors and vLLM name them `self_attn.k_scale`, ModelOpt
-`self_attn.k_proj.k_scale`. What is stored is a key divided by its scale.
+`self_attn.k_proj.k_scale`. The cache stores a key divided by its scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the quantisation of its KV, where its weights are not quantised.
+"""Reads how a checkpoint quantises its KV, where its weights are not quantised.
 
 compressed-tensors says it in `quantization_config` of `config.json`, ModelOpt there or in
 `hf_quant_config.json`. One kind of KV can be read: e4m3 with stored scales, one for the keys and

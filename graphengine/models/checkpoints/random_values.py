@@ -31,7 +31,7 @@ def random_values(
 ) -> Tensor:
     """A new tensor of a float dtype: around 1 in norms, and around 0 in all others.
 
-    The values depend on the kind of device: a CPU's generator draws others than a GPU's.
+    The values depend on the kind of device: a CPU's generator draws other values than a GPU's.
     """
     drawn = torch.empty(tuple(shape), dtype=dtype, device=device)
     drawn.normal_(0.0, WEIGHT_SCALE, generator=generator_of(name, device, seed))

@@ -1,6 +1,6 @@
 """Safetensors files: finding a directory's tensors, and writing a file atomically.
 
-Everything a file's header says is checked against the file before a byte of weights is touched.
+A file's header is fully checked against the file before any weight is read.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ReorderedTensor(NamedTuple):
 def spans_of(
     whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
 ) -> tuple[tuple[int, int], ...]:
-    """The (start, length) that a rank has of each of several consecutive pieces, whose lengths are
-    `whole`, and `part` on one rank. Neighbouring ranks may have the same.
+    """The (start, length) of a rank's part of each of several consecutive pieces. Pieces have the
+    lengths `whole`, and `part` on one rank. Neighbouring ranks may have the same part.
     """
     spans, start = [], 0
     for length, own in zip(whole, part, strict=True):
@@ -123,7 +123,7 @@ def spans_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """A tensor in a safetensors file, or what is read of it: `shape` is that of the `cut`."""
+    """A tensor in a safetensors file, or a part of it: `shape` is that of the `cut`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -135,7 +135,9 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, cut: TensorSlice) -> TensorInfo:
-        """The tensor with only this part, of what is read of it, to be read."""
+        """The tensor, of which only this part is read; `cut` is relative to the part read so
+        far.
+        """
         ends = max(map(sum, cut.spans))
         assert ends <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
         shape = self._shape_with(cut.axis, cut.length)

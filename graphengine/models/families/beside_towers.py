@@ -33,7 +33,8 @@ _LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-# transformers' defaults for sizes that a `text_config` leaves out; elsewhere they must be there.
+# transformers' defaults for sizes that a `text_config` may leave out; other models' configs must
+# have them.
 _SIZES: Mapping[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8},
@@ -61,7 +62,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         raise unsupported("text_config.model_type", kind, ", ".join(map(repr, _READERS)))
     told = {**_SIZES.get(kind, {}), **text}
     told["tie_word_embeddings"] = _is_tied(config, text, architecture, tied)
-    # The older name of the same, which LFM2 would read.
+    # An older name of the same key, which LFM2 would read.
     told.pop("tie_embedding", None)
     return _READERS[kind](told, architecture)
 

@@ -105,7 +105,7 @@ def _inner(settings: Mapping[str, Any]) -> InnerDecoder:
         layers=(layer,) * depth["num_hidden_layers"],
         rope=hf_config.rope(depth),
         end_code=end,
-        # As transformers decides it: whatever the last code is.
+        # As in transformers, the last code does not count.
         judged=steps - 1,
         names=NAMES,
         tied=settings["tie_codebooks_embeddings"],

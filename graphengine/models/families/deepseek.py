@@ -31,7 +31,9 @@ from graphengine.models.hf.decoder_config import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Version:
-    """What versions differ in: routing methods, their scores, and the values of missing keys."""
+    """The differences between versions: routing methods, their scores, and the values of missing
+    keys.
+    """
 
     defaults: hf_config.FamilyDefaults
     methods: tuple[str, ...]
@@ -130,7 +132,9 @@ def _attention(settings: dict[str, Any], q_rank: int | None) -> LatentAttention:
 
 
 def _scale_of(rope: RopeConfig) -> float:
-    """Factor on the scores from scaled RoPE with `mscale_all_dim`, besides that in its tables."""
+    """Factor on the scores from scaled RoPE with `mscale_all_dim`, in addition to the factor in
+    RoPE's tables.
+    """
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
@@ -186,7 +190,7 @@ def _router(settings: dict[str, Any], version: Version) -> Router:
         raise unsupported("scoring_func", scores, repr(version.scores))
     normalised = settings["norm_topk_prob"]
     if normalised and version.scores == "softmax":
-        # DeepSeek's code divides by the sum instead of scaling, and transformers does not.
+        # DeepSeek's code divides by the sum instead of scaling; transformers scales in any case.
         raise unsupported("norm_topk_prob", normalised, "False")
     chosen = settings["num_experts_per_tok"]
     if chosen is None:

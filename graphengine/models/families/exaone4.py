@@ -1,5 +1,5 @@
-"""EXAONE 4: norms after blocks, and of each head's query and key. Where layers have a window, those
-without one have no RoPE.
+"""EXAONE 4: norms after blocks, and of each head's query and key. In models with windows, layers
+without a window have no RoPE.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     told |= {"layer_types": types, "use_sliding_window": _SLIDING in types}
     settings = hf_config.read_settings(told, DEFAULTS)
     mlp, count = read_mlp(settings), settings["num_hidden_layers"]
-    # A window as long as the longest text is none, but tells which layers have RoPE.
+    # A window as long as the longest text hides nothing, but tells which layers have RoPE.
     kinds = types if _SLIDING in types else [_FULL] * count
     nope = told["sliding_window"] is not None
     layers = tuple(

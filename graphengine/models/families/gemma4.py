@@ -121,7 +121,7 @@ def _told(config: HfConfig, architecture: str) -> dict[str, Any]:
     if types is None:
         types = hf_config.periodic_types(given["num_hidden_layers"], 6)
     if types and types[-1] == _SLIDING:
-        # As transformers makes the last layer.
+        # transformers forces this type on the last layer.
         types = [*types[:-1], _FULL]
     told |= {"layer_types": types, "use_sliding_window": _SLIDING in types}
     told["rope_parameters"] = given["rope_parameters"] or _ROPE
@@ -129,7 +129,7 @@ def _told(config: HfConfig, architecture: str) -> dict[str, Any]:
 
 
 def _check(told: Mapping[str, Any], own: Mapping[str, Any], architecture: str) -> None:
-    """ValueError for what no layer here computes."""
+    """ValueError for settings that no layer here implements."""
     if own["hidden_activation"] != _GELU:
         raise unsupported("hidden_activation", own["hidden_activation"], repr(_GELU))
     if own["use_bidirectional_attention"] not in (None, "vision"):
@@ -149,7 +149,7 @@ def _check(told: Mapping[str, Any], own: Mapping[str, Any], architecture: str) -
 def _heads_without_window(told: HfConfig, settings: Mapping[str, Any]) -> dict[str, int]:
     """Size and number of kv heads of the layers without a window.
 
-    Newer files list the layers that differ from the others, with what differs.
+    Newer files list the layers that differ from the others, each with its differing values.
     """
     heads = {name: settings[name] for name in _HEADS}
     listed = settings["per_layer_config"]
@@ -199,7 +199,8 @@ class _Place(NamedTuple):
 
 
 def _places(settings: Mapping[str, Any], windows: Sequence[int]) -> list[_Place]:
-    """The place of each layer: the last ones reuse what the last ones before them keep.
+    """The place of each layer: the last layers reuse keys and values of the last layers before
+    them.
 
     ValueError where none before them has the same window.
     """
@@ -217,7 +218,7 @@ def _places(settings: Mapping[str, Any], windows: Sequence[int]) -> list[_Place]
 
 
 def _layer_inputs(settings: Mapping[str, Any]) -> LayerInputs | None:
-    """What tokens bring to each layer, if they do."""
+    """The per-layer embeddings, if the model has any."""
     size, rows = settings["hidden_size_per_layer_input"], settings["vocab_size_per_layer_input"]
     if not size:
         return None

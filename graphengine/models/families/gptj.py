@@ -29,7 +29,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GPTJForCausalLM` checkpoint."""
     given = {**_MISSING, **config}
     for name in ("rope_scaling", "rope_parameters"):
-        # transformers ignores them; published files name what the family has anyway.
+        # transformers ignores them; published files give the values that the family has anyway.
         scaling = given.pop(name, None)
         if scaling not in (None, _ROPE):
             raise unsupported(name, scaling, f"null or {_ROPE}")
@@ -39,7 +39,8 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     told |= {"partial_rotary_factor": own["rotary_dim"] / head_dim}
     settings = hf_config.read_settings(told, DEFAULTS)
     rope, eps = hf_config.rope(settings), own["layer_norm_epsilon"]
-    # Once neighbours are half a head apart, the rotated ones are the first of each half.
+    # After rows are reordered so that partners are half a head apart, the rotated values come first
+    # in each half.
     attention = read_attention(settings, norm_eps=eps, interleaved=True, names=("out_proj", "norm"))
     mlp = Mlp(
         hidden_size=settings["hidden_size"],

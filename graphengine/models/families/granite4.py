@@ -25,7 +25,7 @@ from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limi
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)
-# Routed experts and the shared ones are beside each other in a layer.
+# Names of the routed experts and of the shared ones, which run side by side in a layer.
 _ROUTER, _SHARED = "block_sparse_moe.router.layer", "shared_mlp."
 EXPERT_NAMES = ExpertNames(
     router=_ROUTER,
@@ -75,7 +75,7 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
     for name in ("layer_types", "layers_block_type"):
         told.pop(name, None)
     if not told.get("num_local_experts", 1):
-        # The width of routed experts, of which there are none.
+        # The width of routed experts, which this model has none of.
         told["intermediate_size"] = told.get("intermediate_size") or 1
     if told.get("mamba_d_head") == "auto":
         told["mamba_d_head"] = None
@@ -83,7 +83,7 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
 
 
 def _feed_forward(settings: dict[str, Any], eps: float) -> Sublayer:
-    """A SwiGLU, which beside routed experts is the one that every token takes."""
+    """A SwiGLU. With routed experts it is the shared feed-forward, which every token takes."""
     count = expert_count(settings, "num_local_experts")
     mlp = Swiglu(
         hidden_size=settings["hidden_size"],

@@ -21,7 +21,7 @@ from graphengine.models.hf.decoder_config import (
     with_experts,
 )
 
-# What other code for these models reads, and transformers does not.
+# Keys that other code for these models reads, and transformers does not.
 _FIXED = {
     "use_qk_norm": (True,),
     "use_rotary_pos_emb": (True,),
@@ -109,7 +109,7 @@ def _read(settings: dict[str, Any], architecture: str) -> DecoderConfig:
 def _spelled_out(config: HfConfig) -> dict[str, Any]:
     """The config in the other families' keys: RoPE without an `alpha`, heads by one name."""
     told = _MISSING | dict(config)
-    # It counts where `use_cla` is true, which is refused.
+    # It matters only with `use_cla`, which is refused.
     told.pop("cla_share_factor", None)
     if told.get("head_dim") is None:
         told["head_dim"] = told.get("attention_head_dim")

@@ -21,7 +21,7 @@ _KEYS = (
     # The older name of `partial_rotary_factor`, in values of a head.
     Key("rotary_dim", "integer", (1, 4096), default=None, null=True),
 )
-# What other code for the model reads, and transformers does not.
+# Keys that other code for the model reads, and transformers does not.
 _FIXED = {
     "use_qk_norm": (True,),
     "qk_norm_type": ("per_layer",),

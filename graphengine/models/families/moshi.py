@@ -1,8 +1,8 @@
 """Moshi: a Llama backbone whose step gives a frame's text token, and a depth decoder for the codes
 of its sound, which has weights of its own for each code.
 
-A position's input is the sum of the embeddings of the token, of Moshi's codes and of those that its
-user says meanwhile. All codes of sound but the first of a frame come one frame late. The codec
+A position's input is the sum of the embeddings of the token, of Moshi's codes and of the user's
+codes at that time. All codes of sound but the first of a frame come one frame late. The codec
 between codes and sound is not read.
 """
 
@@ -74,7 +74,7 @@ def _inner(settings: Mapping[str, Any]) -> InnerDecoder:
     """The depth decoder, by the backbone's settings; ValueError if the two do not fit."""
     given = settings["depth_decoder_config"] or {}
     codes, books = _codes(settings), settings["num_codebooks"]
-    # It hides nothing where all positions of a frame are in it.
+    # A window that covers all positions of a frame hides nothing.
     window = read_key({"sliding_window": _DEPTH_WINDOW, **given}, "sliding_window")
     if window is not None and window < books:
         raise unsupported("depth_decoder_config.sliding_window", window, f"num_codebooks={books}")

@@ -14,7 +14,8 @@ from graphengine.models.sublayers import ATTENTION, MLP, Sublayer
 _KEYS = (
     Key("layer_norm_eps", "number", (0, 1), default=1e-5),
     Key("qk_layernorm", "flag", default=False),
-    # What `partial_rotary_factor` says in values of a head; transformers ignores it.
+    # The number of rotated values of a head, which `partial_rotary_factor` also gives; transformers
+    # ignores it.
     Key("rotary_dim", "integer", (1, 4096), default=None, null=True),
 )
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=_KEYS, rotated=None)

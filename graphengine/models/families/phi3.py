@@ -23,7 +23,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Phi3ForCausalLM` checkpoint."""
     settings = hf_config.read_settings({**_MISSING, **config}, DEFAULTS)
     for name in ("rope_parameters", "rope_scaling"):
-        # What the first long versions call it.
+        # The first versions for long texts have another name for longrope.
         settings[name] = _renamed(settings[name])
     rope = hf_config.rope(settings)
     attention = read_attention(settings, one_linear="qkv_proj", rotated=rope.rotated)

@@ -8,7 +8,7 @@ from graphengine.models.hf.config_schema import HfConfig
 from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
 NORMED = {"use_qk_norm": (True,), "qk_norm": (True,)}
-"""What a config may say of the norms of queries and keys, which are always there."""
+"""Keys about the norms of queries and keys, with their one value: these norms always exist."""
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32768, head_dim=128, windows="switched", fixed=NORMED
 )

@@ -60,7 +60,7 @@ MOE_DEFAULTS = replace(
     routes=True,
     fixed={**DEFAULTS.fixed, "norm_topk_prob": (True,)},
 )
-# The width of feed-forwards without experts, of which there are none, among them.
+# Among them is the width of feed-forwards without experts, which this model has none of.
 _MOE_SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 1,
@@ -69,7 +69,7 @@ _MOE_SIZES = {
 }
 EXPERT_NAMES = ExpertNames(
     shared="shared_expert.",
-    # As they are published. Others have each expert's weights by themselves.
+    # The layout of published checkpoints. Others have a tensor for each expert.
     other=ExpertNames(
         products=("experts.gate_up_proj", "experts.down_proj"), ending="", shared="shared_expert."
     ),

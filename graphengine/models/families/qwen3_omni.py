@@ -3,8 +3,8 @@ gives a frame's first code, and a code predictor for the others. An embedding th
 added to each frame.
 
 The talker's own config is `talker_config` in a checkpoint of a whole model, all of `config.json` in
-one of Qwen3-Omni's talker alone. Of a whole model, only the talker is read: the thinker, encoders,
-codecs, and what makes the talker's embeddings of text are left to the caller.
+one of Qwen3-Omni's talker alone. Of a whole model, only the talker is read. The thinker, encoders,
+codecs, and the layers that embed text for the talker are left to the caller.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
 def read_tts(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of the talker of a `Qwen3TTSForConditionalGeneration` checkpoint.
 
-    Its backbone is dense, and where its code predictor is narrower, a linear is between the two.
+    Its backbone is dense. If its code predictor is narrower, a linear connects the two.
     """
     talker = read_keys(config, TALKER_KEYS)["talker_config"] or {}
     settings = read_keys(talker, TALKER_KEYS)

@@ -149,7 +149,7 @@ def _architecture(config: HfConfig) -> str:
     architectures, model_type = read_key(config, "architectures"), read_key(config, "model_type")
     known = ", ".join(sorted(FAMILIES))
     if architectures:
-        # A base model, saved without lm_head, has all weights of the whole one if embeddings are
+        # A base model, saved without lm_head, has all weights of the whole model if embeddings are
         # tied.
         base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
         base_models |= {"Gemma3TextModel": "Gemma3ForCausalLM", "GPT2Model": "GPT2LMHeadModel"}

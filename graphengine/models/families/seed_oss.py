@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama, with biases of queries, keys and values, and seldom of the output."""
+"""Seed-OSS: Llama, with biases of queries, keys and values, and in few models of the output."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _NORM = "input_layernorm"
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `StableLmForCausalLM` checkpoint."""
-    # Heads have what hidden_size gives them.
+    # The size of a head follows from hidden_size alone.
     told = _MISSING | dict(config) | {"head_dim": None}
     settings = hf_config.read_settings(told, DEFAULTS)
     rope, eps = hf_config.rope(settings), settings["layer_norm_eps"]

@@ -1,1 +1,1 @@
-"""What is read of Hugging Face's `config.json`, and what of it is refused."""
+"""Reads and checks Hugging Face's `config.json`: which keys are read, and which are refused."""

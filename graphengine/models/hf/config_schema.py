@@ -18,7 +18,7 @@ Kind = Literal["integer", "integers", "number", "numbers", "flag", "text", "text
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
-"""In place of a default: the key is required."""
+"""Stands in place of a default: the key is required."""
 
 _NAMES = {
     "integer": "an integer",
@@ -156,17 +156,17 @@ GEMMA2_KEYS = (
 GEMMA4_KEYS = (
     GEMMA_KEYS[0],
     Key("final_logit_softcapping", "number", (0, 1e6), default=0.0, null=True),
-    # Of the layers without a window.
+    # For the layers without a window.
     Key("global_head_dim", "integer", (1, 4096), default=512),
     Key("num_global_key_value_heads", "integer", (1, 4096), default=None, null=True),
-    # The same in newer files, by the layers' indices.
+    # In newer files, by the layers' indices.
     Key("per_layer_config", "object", default=None, null=True),
     Key("attention_k_eq_v", "flag", default=False),
     Key("num_kv_shared_layers", "integer", (0, 1024), default=0),
     Key("use_double_wide_mlp", "flag", default=False),
     Key("hidden_size_per_layer_input", "integer", (0, 2**16), default=256),
     Key("vocab_size_per_layer_input", "integer", (1, INT32_MAX), default=262_144),
-    # Its row of the table of layers' inputs is that of positions without a token.
+    # Positions without a token use its row of the table of per-layer embeddings.
     Key("pad_token_id", "integer", (0, INT32_MAX), default=0, null=True),
     Key("enable_moe_block", "flag", default=False, null=True),
     Key("num_experts", "integer", (1, 2**16), default=None, null=True),
@@ -222,7 +222,7 @@ NEMOTRON_KEYS = (
     Key("use_conv_bias", "flag", default=True),
     Key("mamba_proj_bias", "flag", default=False),
     Key("mamba_ssm_cache_dtype", "text", default="float32", null=True),
-    # For layers with experts, which the pattern would name.
+    # For layers with experts; the pattern names such layers.
     Key("n_routed_experts", "integer", (0, 2**16), default=None, null=True),
     Key("n_shared_experts", "integer", (0, 2**16), default=None, null=True),
     Key("moe_shared_expert_intermediate_size", "integer", (1, 2**22), default=None, null=True),
@@ -370,7 +370,7 @@ HIGGS_KEYS = (
 """The keys of `config.json` that are read for Higgs Audio besides Llama's."""
 
 TALKER_KEYS = (
-    # Of the whole model.
+    # Keys of the whole model.
     Key("talker_config", "object", default=None, null=True),
     Key("text_config", "object", default=None, null=True),
     Key("code_predictor_config", "object", default=None, null=True),
@@ -381,7 +381,7 @@ TALKER_KEYS = (
 
 MOSHI_KEYS = (
     Key("num_codebooks", "integer", (2, 126), default=8),
-    # None: the codec's.
+    # None: the codec's size.
     Key("audio_vocab_size", "integer", (1, INT32_MAX), default=None, null=True),
     Key("ffn_dim", "integer", (2, 2**23), default=22_528),
     Key("audio_encoder_config", "object", default=None, null=True),
@@ -422,7 +422,7 @@ MTP_KEYS = (
 """The keys of `config.json` that are read when the checkpoint's draft modules draft."""
 
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
-"""Names of the norms' epsilon; a family reads the last of those that it knows."""
+"""Names of the norms' epsilon; a family reads the last name in this order that it knows."""
 
 NEUTRAL_ROPE: Mapping[str, tuple[Any, ...]] = {
     "mrope_section": (False,),
@@ -453,7 +453,7 @@ def language_model(config: HfConfig) -> HfConfig:
 
 
 def checked_language_model(config: HfConfig, known: Collection[str] = ()) -> HfConfig:
-    """`language_model`, once what stands beside it is checked.
+    """`language_model`, after a check of the keys beside it.
 
     known  keys beside it that the family understands
 
@@ -512,7 +512,7 @@ def check_neutral(
 
 
 def check_epsilons(config: HfConfig, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if another name gives a different epsilon from the one that is read."""
+    """Raise ValueError if another name has a different epsilon than the name that is read."""
     own = [name for name in EPSILONS if name in settings][-1]
     for name in EPSILONS:
         if config.get(name) not in (None, settings[own]):

@@ -1,4 +1,4 @@
-"""Configs of what families spell alike: Llama's attention and SwiGLU, and layers made of them."""
+"""Parts of configs that families spell alike: Llama's attention and SwiGLU, and their layers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ungated_activation(key: str, name: Any) -> UngatedActivation:
 def composed(
     settings: dict[str, Any], architecture: str, layers: tuple[Layer, ...], **values: Any
 ) -> DecoderConfig:
-    """The model of these layers; `values` take precedence over what `settings` say."""
+    """The model of these layers; `values` take precedence over `settings`."""
     if "rope" not in values:
         values["rope"] = hf_config.rope(settings)
     rope, positions = values["rope"], settings["max_position_embeddings"]
@@ -120,8 +120,8 @@ def sparse_layers(settings: dict[str, Any]) -> list[int]:
 def expert_count(
     settings: dict[str, Any], name: str, chosen_name: str = "num_experts_per_tok"
 ) -> int:
-    """The experts of a layer, by the key of this name; ValueError if tokens cannot choose so many
-    as the other key says.
+    """The experts of a layer, by the key of this name. ValueError if the other key lets tokens
+    choose more experts than that.
     """
     count: int = settings[name]
     chosen = settings[chosen_name]

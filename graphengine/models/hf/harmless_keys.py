@@ -1,4 +1,4 @@
-"""The keys of `config.json` that change nothing that the engine computes."""
+"""The keys of `config.json` that do not affect the engine's results."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ OF_IMAGES = (
 """Keys of towers and of their tokens, beside the config of a language model."""
 
 HARMLESS_OF_ROPE = ("finetuned", "max_position_embeddings", "interleaved")
-"""Keys among those of RoPE that say what it was made for, or how Qwen's talkers share out its axes,
-for which their family knows one way; no frequency follows from them."""
+"""Keys of RoPE that do not affect its frequencies. Some give the purpose of the settings, others
+how Qwen's talkers assign axes, for which their family knows only one way."""

@@ -52,7 +52,7 @@ class FamilyDefaults:
     latent    whether attention is latent: no head has size head_dim then, and it is not checked
     rotated   fractions of a head that RoPE may rotate; None: any with an even number of values
     biases    the keys of linears' biases that may be true
-    fixed     keys that say what the family always computes, and the values that say so
+    fixed     keys of properties that the family always has, and the values that such keys must have
     """
 
     max_positions: int
@@ -72,7 +72,7 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     ValueError, with key, value and what is supported, for a key that is wrong, or that asks for a
     computation that no family here does.
     """
-    # Quantisation of weights and KV does not change what is computed: `read_model` reads it.
+    # Quantisation of weights and KV does not change the architecture; `read_model` reads it.
     config = {**config, "quantization_config": None}
     known = [*family.fixed, *(key.name for key in family.keys)]
     check_neutral(config, known)
@@ -283,7 +283,7 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
 
 
 def local_rope(settings: dict[str, Any]) -> RopeConfig | None:
-    """RoPE of the layers with a window; None where it is that of the others."""
+    """RoPE of the layers with a window; None where all layers have the same RoPE."""
     inside, given = _rope_settings(settings, "sliding_attention")
     if not settings["windows"] or not _is_nested(settings[inside] or {}):
         return None
@@ -311,7 +311,7 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
     original = settings["original_max_position_embeddings"]
     original = original or values["original_max_position_embeddings"] or positions
     if kind == "dynamic":
-        # It counts from here, whatever else the config says.
+        # Dynamic RoPE counts from here, whatever else the config says.
         original = positions
     stretched = kind == "longrope" or (kind == "yarn" and "factor" in given)
     if stretched and values["factor"] is None:
@@ -323,7 +323,7 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
             )
     names = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale")
     numbers = {name: values[name] for name in (*names, "mscale_all_dim")}
-    # Zero turns mean the default.
+    # Zero counts as missing and means the default.
     numbers |= {name: values[name] or None for name in ("beta_fast", "beta_slow")}
     numbers |= {name: values[name] for name in ("short_factor", "long_factor")}
     rope = RopeConfig(

@@ -157,5 +157,5 @@ NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": ("softmax",),
     "routed_scaling_factor": (1,),
 }
-"""Neutral values for models with experts: of keys that say how others route, and which of their
-layers have experts."""
+"""Neutral values for models with experts, of keys by which other models choose the routing and the
+layers that have experts."""

@@ -1,4 +1,4 @@
-"""Codes of frames: what draws them within one step of a model.
+"""Codes of frames, and the parts of a model that draw them within one step.
 
 A speech model's step emits a frame of codes. The model's own head gives the first. The others come
 from an inner decoder, a small decoder that runs several times within the step and reads the model's

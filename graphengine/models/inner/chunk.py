@@ -1,7 +1,7 @@
 """A chunk of a few lanes through a decoder, by the kernels with which decode steps multiply.
 
-With few lanes a product takes as long as reading its weight, and what lies between products costs a
-launch each. The products of decode have norms, activations and sums folded in.
+With few lanes a product takes as long as reading its weight, and every operation between products
+costs a launch. The products of decode have norms, activations and sums folded in.
 
 Letters: N lanes, Q query heads, D head_dim.
 """

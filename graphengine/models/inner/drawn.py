@@ -22,7 +22,7 @@ def allocate_frames(
 ) -> FrameWeights:
     """Uninitialised weights; `device="meta"` allocates nothing.
 
-    embedding  the model's, which may be that of an inner decoder's first codebook
+    embedding  the model's, which may also be that of an inner decoder's first codebook
     """
     if isinstance(config, ParallelHeads):
         return allocate_heads(config, device=device, dtype=dtype)

@@ -48,7 +48,9 @@ def undelay_frames(model: Model, codes: npt.ArrayLike | Tensor) -> Codes:
 
 
 def _coder(model: Model, call: str) -> FrameCoder:
-    """What draws the model's frames; ValueError, with the call's name, if it emits tokens."""
+    """The part that draws the model's frames; ValueError, with the call's name, if it emits
+    tokens.
+    """
     if model.config.inner is None:
         raise ValueError(
             f"{call} is for models whose steps emit frames of codes: a "

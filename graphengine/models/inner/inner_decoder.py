@@ -1,4 +1,4 @@
-"""What is known of an inner decoder before anything is allocated.
+"""Sizes and names of an inner decoder, known before anything is allocated.
 
 Letters: K codes of a frame, V codes of a codebook, W rows of a codebook's embedding, U codes of the
 first one, H the model's hidden size, I the inner decoder's, P codes that stream in, S slots.
@@ -25,10 +25,11 @@ class InnerNames(NamedTuple):
     """Names of the tensors in a checkpoint; those of linears and norms without ".weight".
 
     frames      `[K * V, H]`, embeddings of the codes of a frame, whose sum the model reads; with
-                "{}", `[V, H]` of each codebook by its number, from 0 on: those after the first, and
-                then those of codes that stream in
-    codes       the same as the inner decoder reads it
-    projection  `[I, H]`, of all that the inner decoder reads; "": it reads it as it is, and I is H
+                "{}", `[V, H]` for each codebook by its number, from 0 on: the codebooks after the
+                first, then those of codes that stream in
+    codes       the same embeddings, as the inner decoder reads them
+    projection  `[I, H]`, applied to all inputs of the inner decoder; "": inputs are read as they
+                are, and I is H
     layers      prefix of the layers, before their numbers
     norm        of the inner decoder's output; "": there is none
     heads       `[K - 1, I, V]`, a head for each code but the first; with "{}", `[V, I]` of each
@@ -71,9 +72,9 @@ class InnerDecoder:
     fed          whether an embedding that streams in is added to that of each frame
     fed_books    P, codebooks of somebody else's frames, whose codes stream in in place of
                  embeddings; 0: embeddings do
-    begins       1: each codebook has an embedding after those of its codes, W = V + 1, which stands
-                 for what was before the first frame and is never drawn, and all codes of a frame of
-                 sound but its first come one frame late; 0: neither
+    begins       1: each codebook has one more embedding, W = V + 1, which stands for the time
+                 before the first frame and is never drawn; and all codes of a frame of sound but
+                 its first come one frame late. 0: neither
     projection_bias  whether the projection has a bias
     end_token    the id that stands for the frame that ends a request, among the model's ids
     """
@@ -153,9 +154,7 @@ class InnerDecoder:
         return -(-self.steps // BLOCK)
 
     def cache_shape(self, slots: int) -> tuple[int, ...]:
-        """`[layers, blocks, 2, BLOCK, G, D]` with a block before those of the slots, which nobody
-        reads.
-        """
+        """`[layers, blocks, 2, BLOCK, G, D]`. Block 0 belongs to no slot and is never read."""
         block = Paged(2, self.attention.state.entry).block_shape(BLOCK)
         return (len(self.layers), 1 + slots * self.blocks, *block)
 

@@ -1,5 +1,5 @@
-"""Codes of sound that come late: all of a frame but its first come with the next frame, as Moshi
-has them. The token of a frame, which comes first, is that of the frame itself.
+"""Codes of sound that come late, as in Moshi: all codes of a frame but its first come with the next
+frame. The token, which is a frame's first value, is not delayed.
 
 Letters: n frames, K codes of a frame with its token, P codes of somebody else's frame.
 """

@@ -2,7 +2,7 @@
 
 Code k comes k steps later than the first code of its frame of sound (`kernels/frames/delays.py`).
 transformers' processor delays the codes of sound in prompts in the same way, and undoes the delays
-of what is generated.
+of generated codes.
 
 Letters: K codes of a frame, V codes of a codebook, J = K - 1, H the model's hidden size, n frames.
 """
@@ -26,13 +26,13 @@ Codes = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelHeads:
-    """What is known of the heads before anything is allocated.
+    """Sizes and names of the heads, known before anything is allocated.
 
     steps       K
-    codes       V, those that fill delays among them
+    codes       V, including the codes that fill delays
     width       H
     begin_code  fills the places of codes that come after their frame's first, at the beginning
-    end_code    fills them at the end; the frame of end codes ends a request
+    end_code    fills such places at the end; a frame of end codes ends a request
     begin_id    the id of a prompt after which sound begins
     place_ids   ids that stand for frames of sound in transformers' prompts
     frames      name of the embeddings of codes in a checkpoint, without ".weight"

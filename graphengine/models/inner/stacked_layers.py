@@ -1,5 +1,5 @@
-"""Layers with weights of their own for each run of an inner decoder, in one tensor per linear, as
-Moshi's depth decoder has them. The norms are those of all runs.
+"""Layers with separate weights for each run of an inner decoder, in one tensor per linear, as
+Moshi's depth decoder has them. All runs share the norms.
 
 Letters: R runs, H hidden.
 """

@@ -87,13 +87,13 @@ class InnerSteps:
         """Run position 0, which reads the model's output: only its keys and values are left.
 
         hidden  the model's stream, scaled for its final norm of epsilon `eps`, or `[N, H]` after it
-        x_NI    float32, zeros in live lanes; it is used up
+        x_NI    float32, zeros in live lanes; overwritten
         """
         lanes = self.lanes_at(0, slot_N)
         residual = self._projected(0, hidden, eps, slot_N, x_NI, launch)
         last = len(self.weights.layers) - 1
         residual = self._through(0, last, lanes, residual, launch)
-        # Nobody reads what follows the last layer's keys and values.
+        # Nothing after the last layer's keys and values is read.
         attention = self.weights.layers[last].attention
         assert isinstance(attention, AttentionWeights), f"{attention=}"
         attention.attend_rows(

@@ -1,4 +1,4 @@
-"""The weights of an inner decoder, and what each of them is in a checkpoint.
+"""The weights of an inner decoder, and the checkpoint tensors that they come from.
 
 Letters: K codes of a frame, V codes of a codebook, W rows of a codebook's embedding, U of the first
 one, H the model's hidden size, I the inner decoder's, P codes that stream in.
@@ -27,8 +27,8 @@ class InnerWeights:
     first_book  `[U, H]`, the model's embedding, where it is the first codebook's; else None
     frames      `[K * W, H]`: row k * W + c is that of code c at place k of a frame; where there is
                 `first_book`, `[(K - 1) * W, H]` without the first codebook
-    codes       the same as the inner decoder reads it; the same tensor where they are tied. With
-                weights of each run `[(K - 2) * W, I]`, without the last codebook
+    codes       these embeddings as the inner decoder reads them; the same tensor where they are
+                tied. With weights of each run `[(K - 2) * W, I]`, without the last codebook
     own_first   `[U, I]`, the first codebook as the inner decoder reads it; None: `first_book`
     fed_codes   `[P * W, H]`, the embeddings of codes that stream in, or None
     projection  `[I, H]`; the identity where the inner decoder has none; `[K - 1, I, H]` with

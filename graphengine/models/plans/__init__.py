@@ -1,1 +1,1 @@
-"""Which launch plan each linear gets, and chains of linears to measure plans with."""
+"""The choice of a launch plan for each linear, and chains of linears to measure plans with."""

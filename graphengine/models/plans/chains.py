@@ -1,8 +1,8 @@
-"""The linears of a few layers in a row, to measure which plan suits each of them best.
+"""The linears of a few layers in a row, to measure which plan is best for each.
 
 A chain is a decoder with one block per layer, which repeats one block of each kind of the model's
-in turn. Its decode step can be run without what lies between linears: attention, recurrences. Where
-only some layers of a model have experts, the others do not count.
+in turn. Its decode step can be run without the work between linears, such as attention and
+recurrences. Where only some layers of a model have experts, the other layers are left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def new_chain(
 
 def inner_model(config: ModelConfig) -> ModelConfig | None:
     """The inner decoder of a model whose steps emit frames, as a model of its own. Its linears have
-    the shapes of those that draw a frame's codes, but for the projection, which it has not.
+    the shapes of those that draw a frame's codes; it has no projection.
 
     None: there is no inner decoder.
     """
@@ -89,7 +89,7 @@ def inner_model(config: ModelConfig) -> ModelConfig | None:
 def _chain_of(config: ModelConfig, links: int) -> DecoderConfig:
     """A decoder of `links` times one block of each kind, a layer each.
 
-    Norms, and what scales the logits, are the plain ones: they do not affect the linears.
+    Norms and the scale of the logits are the plain ones, as they do not affect the linears.
     """
     kinds = _kinds(config)
     if not isinstance(config, DecoderConfig) or not kinds:
@@ -188,7 +188,7 @@ def chain_linear(
 ) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
     """Weight, bias and next norm of one of a chain's linears; only residuals have a norm.
 
-    KeyError for a linear that is not there, and for those of experts.
+    KeyError for a linear that does not exist, and for linears of experts.
     """
     if linear_name(HEAD, chain.lm_head) == name:
         return chain.lm_head, None, None
@@ -214,7 +214,9 @@ def _products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
 
 
 def shared_linears(chain: Chain) -> frozenset[str]:
-    """Names of the linears that every token takes beside experts: these launch them."""
+    """Names of linears that every token takes besides the experts; the experts' code launches
+    them.
+    """
     blocks = [each for each in chain.weights.blocks() if isinstance(each, ExpertsWeights)]
     return frozenset(
         linear_name(base, weight)
@@ -276,7 +278,7 @@ def chain_experts_reference(
 
 
 def _shared_reference(weights: ExpertsWeights, shared: SwigluWeights, call: LinearCall) -> Tensor:
-    """What the shared experts add, float32; `call` is the router's product."""
+    """The shared experts' output, float32; `call` is the router's product."""
     gated = linear_reference(
         call._replace(weight_MK=shared.gate_up, bias=shared.gate_up_bias),
         StoreSwiglu(activation=shared.block.activation),

@@ -1,7 +1,7 @@
 """Chooses a plan for each of decode's linears, and fingerprints all that a step's bits depend on.
 
-The user's table of measured plans wins over the shipped one (`tuning_tables.py`); linears that
-neither knows get `heuristic_plan`. Nothing is measured here.
+The user's table of measured plans wins over the shipped one (`tuning_tables.py`); linears in
+neither table get `heuristic_plan`. Nothing is measured here.
 
 Plans are part of the numerics: another plan may round differently and so, now and then, give other
 tokens. `numerics_id` names all that the bits depend on, and a damaged table is an error rather than
@@ -116,8 +116,8 @@ def numerics_id(
 ) -> str:
     """Fingerprint, 12 hexadecimal digits, of all that a step's bits depend on except the model.
 
-    Two engines with equal ids, on one kind of GPU, compute the same bits; what only changes the
-    speed is left out. `extra` adds facts from outside the linears, such as the length of
+    Two engines with equal ids, on one kind of GPU, compute the same bits. Settings that change only
+    the speed are left out. `extra` adds facts from outside the linears, such as the length of
     attention's splits and, on a GPU, the version of Triton.
     """
     facts = {
@@ -143,7 +143,7 @@ def _numerics(
     """The fields of a plan that place the elements of a sum.
 
     packed          whether the weight is packed, so that `block_m` decides the streams of a tile
-    leaves_squares  whether the programs leave sums of squares of their output, as those with a
+    leaves_squares  whether the programs write sums of squares of their output, as programs with a
                     residual epilogue do (`kernels/linear/residual.py`)
 
     Warps matter in `dot` too: sums of squares are reduced over a tile that is spread over them.

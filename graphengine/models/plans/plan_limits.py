@@ -1,4 +1,6 @@
-"""Which plans decode's linear kernels can run, given the registers and shared memory of sm_90."""
+"""The plans that decode's linear kernels can run, given the registers and shared memory of
+sm_90.
+"""
 
 from __future__ import annotations
 

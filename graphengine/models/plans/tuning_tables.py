@@ -37,9 +37,10 @@ FORMAT_VERSION = 1
 # The family is part of the key.
 _PLAN_FIELDS = LinearPlan._fields[1:]
 _KEY_FIELDS = ("family", "kind", "M", "K", "dtype")
-# Of a key; the first is absent for weights in the model's dtype, the second for all but experts'.
+# Optional fields of a key: the first is absent for weights in the model's dtype, the second for all
+# weights but experts'.
 _WEIGHT_FIELD, _EXPERT_FIELD = "weight", "expert"
-# Of a plan; absent if it is the key's family.
+# Optional field of a plan; absent if it is the key's family.
 _FAMILY_FIELD = "family"
 _MEASURED_FIELDS = ("us", "torch", "triton", "date")
 _FILE_FIELDS = ("version", "device", "entries")
@@ -48,7 +49,7 @@ _MAX_INTEGER = 2**31 - 1
 
 
 class TuningKey(NamedTuple):
-    """What a plan was measured for: a weight [M, K], its epilogue, and a family.
+    """The key of a measured plan: a weight [M, K], its epilogue, and a family.
 
     dtype   the model's
     weight  how the weight is stored; None: in that dtype
@@ -87,7 +88,8 @@ class TunedPlan(NamedTuple):
 
     The cost of a linear depends on its neighbours, so `us` is not the linear's alone. It is the
     time of one layer's qkv, output, gate_up and down, in a chain of such layers that use this plan
-    and those found with it. For lm_head it is the time that lm_head adds at the end of that chain.
+    and the plans found with it. For lm_head it is the time that lm_head adds at the end of that
+    chain.
     """
 
     plan: LinearPlan
@@ -104,8 +106,8 @@ Table = dict[TuningKey, TunedPlan]
 
 
 def device_name(device: torch.device | str) -> str:
-    """The name of a device in tables: what CUDA calls the GPU, or "cpu"; of the meta device that of
-    the GPU that is assumed there.
+    """The name of a device in tables: CUDA's name of the GPU, or "cpu". For the meta device it is
+    the name of the assumed GPU.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -157,8 +159,8 @@ def read_user_table(device: str) -> Table:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except PermissionError as error:
-        # A folder above may not be entered: `stat` works on a file that may not be read. Services
-        # run with the home of somebody else.
+        # The error means that a folder above may not be entered, as `stat` also works on unreadable
+        # files. Services may run with another user's home.
         log.info("tuned plans of the user are not looked at: %s", error)
         return {}
     except OSError as error:
@@ -374,7 +376,7 @@ def _string(values: Mapping[str, Any], name: str) -> str:
 
 
 def _label(entry: Any) -> str:
-    """What an entry claims to be for, however damaged it is."""
+    """The weight that an entry says it is for, however damaged the entry is."""
     if not isinstance(entry, dict):
         return _brief(entry)
     family, kind, M, K, dtype = (_brief(entry.get(name, "?")) for name in _KEY_FIELDS)

@@ -1,6 +1,6 @@
-"""Weights of 8 and 4 bits: what checkpoints say of them, and how they are read and made.
+"""Weights of 8 and 4 bits: their configs in checkpoints, and how they are read and made.
 
-schemes, config, *_config  what a config says of each linear
+schemes, config, *_config  read a config's scheme for each linear
 stored_tensors, readers    a checkpoint's tensors as one kind of weight
 concatenate                several linears as one
 forms, filling, cutting    how a weight is held, filled, and cut for ranks

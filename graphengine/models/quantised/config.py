@@ -1,4 +1,4 @@
-"""What a checkpoint's configs say of its weights: for each linear, how it is stored."""
+"""Reads from a checkpoint's configs how each linear's weight is stored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MODELOPT_KINDS: Mapping[str, KindName] = {
 
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
-    """What a checkpoint's configs say of quantised weights. ValueError for what is not understood.
+    """A checkpoint's quantised weights, from its configs. ValueError for anything not understood.
 
     Lists in the configs may use the names in the files, which differ if the language model has a
     vision tower or was saved alone.
@@ -54,7 +54,7 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
         return gguf_quantisation(checkpoint)
     given = _given(checkpoint.config)
     if isinstance(given, dict) and given.get("quant_method") == "torchao":
-        # Its tensors say what its config leaves to code.
+        # Its tensors tell what its config leaves open.
         return read_torchao(checkpoint, given, _KEY)
     found = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if found is None:
@@ -116,11 +116,11 @@ def _gguf_kind(is_bytes: bool, minimums: bool, block: int) -> KindName:
 def read_quantisation(
     config: HfConfig, quant_file: Mapping[str, Any] | None = None
 ) -> Quantisation | None:
-    """What `config.json`, and ModelOpt's `hf_quant_config.json`, say of the weights.
+    """The weights' quantisation, from `config.json` and ModelOpt's `hf_quant_config.json`.
 
     None: the weights are not quantised; the KV may be. ValueError, with key, value and what is
-    known, for anything that is not understood. torchao's tensors say what its config does not:
-    `quantisation_of` reads them. A model with a tower may say it in the language model's config.
+    known, for anything that is not understood. torchao's config is not enough: `quantisation_of`
+    reads its tensors. A model with a tower may have the keys in the language model's config.
     """
     given = _given(config)
     from_file = None if quant_file is None else _read_quant_file(quant_file)
@@ -141,7 +141,7 @@ def read_quantisation(
 
 
 def _given(config: HfConfig) -> Any:
-    """What a config says of its weights, beside a `text_config` or in it."""
+    """A config's quantisation keys, beside a `text_config` or in it."""
     given = config.get(_KEY)
     return language_model(config).get(_KEY) if given is None else given
 
@@ -206,7 +206,7 @@ def _read_fbgemm(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _read_bitsandbytes(config: Mapping[str, Any]) -> Quantisation | None:
-    """Read LLM.int8: one scale per row, 127 times too large. Weights in 4 bits are widened."""
+    """Read LLM.int8: one scale per row, stored times 127. Weights in 4 bits are widened."""
     known = """
         quant_method load_in_8bit load_in_4bit _load_in_8bit _load_in_4bit llm_int8_threshold
         llm_int8_skip_modules llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
@@ -309,7 +309,7 @@ def _modelopt_scheme(config: Mapping[str, Any], inside: str, file: str) -> Weigh
     return WeightScheme(
         layout=plain_layout(kind),
         kind=name,
-        # Without a group size one scale is for the whole weight.
+        # Without a group size there is one scale for the whole weight.
         format=format_of(name) if kind.columns else format_of(name, 0, 0),
         whole="weight_scale_2" if kind.whole else None,
         notes=() if algorithm.startswith("W4A16") else (note,),

@@ -23,7 +23,7 @@ def keeps_groups_of_rows(kind: WeightFormat, cut: TensorSlice) -> bool:
 
 def check_columns(kind: WeightFormat, cut: TensorSlice, *, ordered: bool) -> None:
     """Raise ValueError, with the numbers, for spans that separate columns of one group or byte, or
-    for any spans of columns that are `ordered` by their groups.
+    for any spans if columns are `ordered` by their groups.
     """
     if cut.axis == _ROWS:
         return
@@ -44,7 +44,7 @@ def check_columns(kind: WeightFormat, cut: TensorSlice, *, ordered: bool) -> Non
 def part_of(weight: QuantisedWeight, cut: TensorSlice, rows: int) -> QuantisedWeight:
     """The rows or columns of a weight that `cut` names, with the same meaning.
 
-    rows  R of the part: the weight's, or 1, which gives each row its own scale
+    rows  R of the part: the same as the weight's, or 1, which gives each row its own scale
 
     ValueError as in `check_columns`.
     """

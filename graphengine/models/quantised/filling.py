@@ -32,7 +32,7 @@ STACKED_ENDS = ("_blocks", "_scales")
 
 
 class Read(NamedTuple):
-    """A weight, and the names of the checkpoint's tensors that it was made of."""
+    """A weight, and the names of the checkpoint's tensors that it was made from."""
 
     weight: QuantisedWeight
     names: tuple[str, ...]
@@ -146,7 +146,7 @@ def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
         if linear.cuts and linear.axis == 0:
             parts = [cut.part(each) for each, cut in zip(parts, linear.cuts, strict=True)]
         elif linear.cuts:
-            # A rank's codes are the whole weight's: scales of its rows depend on all columns.
+            # The whole weight is rounded, then cut: scales of a rank's rows depend on all columns.
             (by_columns,) = linear.cuts
         try:
             rounded = quantise(torch.cat(parts), linear.weight.format)
@@ -170,7 +170,7 @@ def fill_packed(
     progress     called with the names read for each linear
     dequantised  names of linears whose weights are filled though they are in the model's dtype
 
-    ValueError, with names and numbers, for a weight that differs from its form.
+    ValueError, with names and numbers, for a weight that does not have its planned form.
     """
     used: set[str] = set()
     for linear in linears:

@@ -1,8 +1,8 @@
 """How a model's weights will lie in memory, decided before any of them is read.
 
-This follows from what a checkpoint's config says of its linears and from the headers of its
-tensors, or from what the user wants weights rounded to. Only the orders of columns, which are
-small, are read.
+This follows from a checkpoint's config and the headers of its tensors, or from the format that the
+user wants weights rounded to. Of the tensors' values, only the orders of columns are read, which
+are small.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _checked(
     name: str,
     shape: tuple[int, int],
 ) -> QuantisedWeight:
-    """A weight without values. ValueError for tensors under its name that its format does not have.
+    """A weight without values. ValueError for tensors under its name that do not belong to its
+    format.
 
     A scale that nothing uses means that the weight has other values than the format gives.
     """

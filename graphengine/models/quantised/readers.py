@@ -36,7 +36,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class ReadWeight(NamedTuple):
-    """A weight, and the names of all tensors of its linear that need no further reading."""
+    """A weight, and the names of all tensors of its linear that are now dealt with."""
 
     weight: QuantisedWeight
     names: tuple[str, ...]

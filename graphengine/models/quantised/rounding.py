@@ -1,9 +1,9 @@
 """Rounds weights of 16 or 32 bits to 8 or 4 bits: each number to the nearest code.
 
-Scales are chosen without data. Integers use all of their codes: the scale is the least one with
-which no number lies more than half a step beyond the last code, `max(most / 7.5, -least / 8.5)` for
-4 bits. For normally distributed numbers in groups of 128, the mean square error is 9% less than
-with the usual `max(abs) / 7.5`, and 19% less than with `max(abs) / 7`, which leaves -8 unused.
+Scales are chosen without data. Integers use all of their codes: the scale is the smallest at which
+no number lies more than half a step beyond the last code, `max(most / 7.5, -least / 8.5)` for 4
+bits. For normally distributed numbers in groups of 128, the mean square error is 9% less than with
+the usual `max(abs) / 7.5`, and 19% less than with `max(abs) / 7`, which leaves -8 unused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KIND_FORMATS: Mapping[RoundedKind, WeightFormat] = {
     for name in ROUNDED_KINDS
     if (rounded := KINDS[name].rounded) is not None
 }
-"""Formats of weights quantised here: a scale per row, or one for 128 columns of it."""
+"""Formats of weights quantised here: one scale per row, or one per 128 columns of a row."""
 
 # Float32 bytes of the rows that are rounded at a time; they take a few times this memory.
 _SLICE_BYTES = 64 << 20

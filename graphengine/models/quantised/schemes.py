@@ -22,26 +22,26 @@ def plain_layout(kind: Kind) -> Layout:
 
 
 class WeightScheme(NamedTuple):
-    """How the weight of a linear is stored, and what it becomes.
+    """How the weight of a linear is stored, and the format it is read into.
 
     kind        its name in the table of kinds
-    format      what the weight becomes
+    format      that the weight is read into
     codes       names of the tensor of codes, below the linear's name like all names here; one of
                 them must be there
     scales      names of the tensor of scales; one of them must be there
     signed      whether scales may be negative or 0
-    factor      what stored scales are multiplied by, in float32
+    factor      of stored scales, in float32
     whole       name of a factor on all scales
     inverse     whether scales are divided by `whole` instead
     zeros       name of zero points; if the format has none they may still be there, but must
                 change nothing
-    zero_shift  what to add to a stored zero point
+    zero_shift  added to a stored zero point
     factors     name of the factors on scales of blocks, if the format has them
     order       name of the columns' group indices, if columns may be in another order
     needs_order whether these indices must be there
     unread      names of tensors that concern activations alone
     rows_if_0   name of a number that is 0 if codes are stored in rows, as they must be; None: none
-    notes       what the config says but is not carried out, for the log
+    notes       settings of the config that are ignored, for the log
     """
 
     layout: Layout
@@ -71,7 +71,7 @@ class Rule(NamedTuple):
 
 
 class Quantisation(NamedTuple):
-    """What a config says of a model's weights: the first rule that matches a linear decides.
+    """A config's rules for a model's weights: the first rule that matches a linear decides.
 
     stored_names  names of modules in the files, where they differ; rules may use either
     """

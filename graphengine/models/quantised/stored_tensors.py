@@ -48,7 +48,7 @@ class LinearTensors:
     ) -> Tensor:
         """The one tensor that is there. ValueError unless it has the shape and one of the dtypes.
 
-        why  what needs this shape and dtype, for the message
+        why  the reason for this shape and dtype, for the message
         """
         return self._take(self.name(*ends), shape, dtypes, why)
 
@@ -162,7 +162,7 @@ def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, 
 
 
 def group_text(kind: WeightFormat, shape: tuple[int, int]) -> str:
-    """What the values of `group_shapes` are for, in messages."""
+    """A text for messages: what the values of `group_shapes` apply to."""
     rows, columns = (str(size) if size else "all" for size in (kind.rows, kind.columns))
     beside = " and a minimum" if kind.has_minimums else ""
     return f"one{beside} for {rows} rows and {columns} columns of a weight {list(shape)}"
@@ -188,7 +188,8 @@ def check_range(name: str, what: str, values: Tensor, least: int, most: int) -> 
 def check_no_nan(name: str, codes: Tensor) -> None:
     """Raise ValueError, with the first place, if any code of e4m3 [M, K] is a NaN.
 
-    Decode kernels move a code's bits, so that a NaN would be a number there and nowhere else.
+    Decode kernels only shift a code's bits, so a NaN would become a number there, unlike in other
+    code.
     """
     if codes.is_meta:
         return

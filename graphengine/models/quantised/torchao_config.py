@@ -1,8 +1,8 @@
-"""What the tensors of a torchao checkpoint say of its weights.
+"""Reads the formats of a torchao checkpoint's weights from its tensors.
 
 torchao writes a weight as `_weight_qdata`, `_weight_scale` and, with integers, `_weight_zero_point`
-(torchao.prototype.safetensors). As many rows and columns share a scale as the shapes say, so that
-its configs need not be evaluated.
+(torchao.prototype.safetensors). The shapes tell how many rows and columns share a scale, so its
+configs need not be evaluated.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _WEIGHT_FILES = (
 
 
 class Written(NamedTuple):
-    """What was written.
+    """A summary of what was written.
 
     quantised     names of the quantised linears
     bytes_before  bytes of all tensors of the source

@@ -1,7 +1,7 @@
 """Collectives of ranks whose kernels push their parts into each other's memory.
 
-All of it is launches over the tensors of `PeerTensors`: it runs on GPUs that map each other's
-memory, and is traced over tensors without memory. How ranks find each other is no part of it.
+All of them are launches over the tensors of `PeerTensors`: they run on GPUs that map each other's
+memory, and are traced over tensors without memory. How ranks connect is not handled here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pushes:
     pdl  whether launches may overlap the launches before them
     """
 
-    # What counts a rank's waits is in its own memory.
+    # The counter of a rank's waits is in its own memory.
     waited_s: float | None = None
 
     def __init__(self, tensors: PeerTensors, *, pdl: bool) -> None:
@@ -62,7 +62,9 @@ class Pushes:
         return None if small and self.share.ranks == 2 else stream
 
     def pushed_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> PushedStream | None:
-        """A split stream, however small; None without memory for it, and where parts are items."""
+        """A split stream, however small; None where there is no memory for it, or where parts are
+        pushed as items.
+        """
         split = self._tensors.split
         if split is None or not split_has_room(split, lanes, hidden, dtype):
             return None

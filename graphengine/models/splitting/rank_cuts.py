@@ -1,6 +1,6 @@
-"""What one of several ranks reads of a checkpoint: cuts of tensors and of packed linears.
+"""The parts of a checkpoint that one of several ranks reads: cuts of tensors and of packed linears.
 
-Cuts follow from the sizes of the whole model and of the rank's part, which `ranks.py` makes.
+Cuts follow from the sizes of the whole model and of the rank's part (`rank_sizes.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def checkpoint_of_rank(
     part: Config,
     share: Share,
 ) -> Checkpoint:
-    """`cut_to` with the weights that `allocate` makes of the whole config and of the part's."""
+    """`cut_to` with the weights that `allocate` makes from the configs of the whole model and of
+    the part.
+    """
     if share == WHOLE:
         return checkpoint
     of_all, own = (allocate(each, device="meta", dtype=torch.float32) for each in (whole, part))
@@ -41,7 +43,7 @@ def cut_to(
     whole  the weights of all ranks, for their shapes
     """
     wholes = whole.stored()
-    # These are cut once they are dequantised.
+    # They are cut after dequantisation.
     in_codes = {f"{name}.weight" for name in dequantised_names(checkpoint, part.linears())}
     return checkpoint.cut(
         {
@@ -57,14 +59,16 @@ def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> T
     axis = part.axis
     assert axis is not None, f"{part=}"
     if not part.pieces:
-        # The views may have the tensor's values in other dimensions.
+        # The views may order the tensor's dimensions differently.
         length = part.tensor.numel() * shape[axis] // whole.tensor.numel()
         return TensorSlice(axis, spans_of([shape[axis]], [length], *share), shape[axis])
     return TensorSlice(axis, spans_of(whole.pieces, part.pieces, *share), shape[axis])
 
 
 def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
-    """The linears of a rank's part, with `cuts`: which part of the checkpoint's each of them is."""
+    """The linears of a rank's part, with `cuts`, which say which piece of the checkpoint's linear
+    each is.
+    """
     wholes = {_place(linear): linear for linear in whole.linears()}
     return [
         linear

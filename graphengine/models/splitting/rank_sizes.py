@@ -92,7 +92,7 @@ def split_layers(
 
 
 def spread_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
-    """All blocks, but of experts those that a rank has among ranks with lanes of their own."""
+    """All blocks, with only this rank's experts, among ranks with lanes of their own."""
 
     def own(block: Block) -> Block:
         if not isinstance(block, Experts):
@@ -138,7 +138,9 @@ def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQuery
 
 
 def _mamba_of_rank(block: Mamba2, ranks: int) -> Mamba2:
-    """A single group of heads spans all ranks, and so does its norm; of several, none is split."""
+    """A single group of heads, and its norm, spans all ranks. If there are several groups, no group
+    is split.
+    """
     sizes = block.sizes
     heads, groups = _divided(sizes.heads, ranks, "Mamba2 heads"), 1
     if sizes.groups > 1:
@@ -175,7 +177,7 @@ def _whole_experts(count: int, share: Share, option: str) -> range:
     return range(share.rank * of_each, (share.rank + 1) * of_each)
 
 
-# What they have in common.
+# Common helpers.
 
 
 def _divided(count: int, ranks: int, name: str, option: str = "tensor_parallel") -> int:
@@ -202,10 +204,10 @@ def _meta(config: ModelConfig) -> StoredWeights:
 def forms_of_rank(
     forms: WeightForms, whole: StoredWeights, part: StoredWeights, ranks: int
 ) -> WeightForms:
-    """How each rank stores its parts of packed weights.
+    """The formats in which a rank stores its parts of packed weights.
 
     If rows that share a scale are on two ranks, each row gets its own scale. ValueError if columns
-    that share one are on two ranks.
+    that share a scale are on two ranks.
     """
     changes = {}
     for rank in range(ranks if forms else 0):

@@ -33,7 +33,7 @@ class _SplitStream:
         """The lane from the rank that has it: an all-reduce of the lane and other ranks' zeros."""
         first = split_lanes(len(stream_NH), *self._share)
         own = (index_1 >= first.start) & (index_1 < first.stop)
-        # Lanes of other ranks hold nothing valid here.
+        # This rank's stream has no valid values in other ranks' lanes.
         return self._reduce(torch.where(own[:, None], stream_NH.index_select(0, index_1), 0.0))
 
 

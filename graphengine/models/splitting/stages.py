@@ -16,12 +16,12 @@ from graphengine.models.contract import LayerSpan, ModelConfig
 from graphengine.models.launches import WHOLE, Share
 from graphengine.models.states import paged_states
 
-# The dtype in which layers are weighed; packed weights are as large whatever the model's dtype.
+# The dtype in which layers' bytes are counted; packed weights have the same size for any dtype.
 _DTYPE = torch.bfloat16
 
 
 class Place(NamedTuple):
-    """Where a rank of an engine is.
+    """A rank's place in an engine.
 
     shard  its share of each of its layers, among the ranks of its stage
     pipe   its rank among the ranks with the same share, one per stage: see `stage_of_rank`
@@ -36,7 +36,9 @@ ALONE = Place(WHOLE, WHOLE)
 
 
 def place_of_rank(share: Share, stages: int) -> Place:
-    """The ranks of a stage are consecutive; rank 0 and the others of its group have the last."""
+    """The ranks of a stage are consecutive; rank 0 and the others of its group have the last
+    stage.
+    """
     rank, ranks = share
     assert ranks % stages == 0, f"{share=} {stages=}"
     shards = ranks // stages

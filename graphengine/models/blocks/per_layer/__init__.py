@@ -1,1 +1,1 @@
-"""Inputs that tokens bring to each layer by themselves."""
+"""Per-layer embeddings: inputs of each layer that depend only on the token."""

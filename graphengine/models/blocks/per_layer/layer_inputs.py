@@ -7,7 +7,7 @@ that takes it.
 Every rank has the table and the linear for all layers; ranks split the values of an input between
 gates and projections.
 
-Letters: N lanes, H hidden, L layers, P values of an input, S of which a rank has, V rows.
+Letters: N lanes, H hidden, L layers, P values of an input, S values of a rank's share, V rows.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class LayerInputsWeights:
     def made(
         self, x: Tensor, token: Tensor, slot: Tensor, launch: DecodeLaunch | PrefillLaunch, own: int
     ) -> Tensor:
-        """`[N, L, 2 * S]` of the lanes' embeddings `x`, float32 `[N, H]`: for each layer room for
-        gates, then its input.
+        """Compute `[N, L, 2 * S]` from the lanes' embeddings `x`, float32 `[N, H]`: for each layer,
+        room for gates, then its input.
 
         own  S
         """
@@ -186,7 +186,7 @@ class LayerInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerInputWeights:
-    """The block's weights; `prefix` is that of their names in the checkpoint."""
+    """The block's weights; `prefix` begins their names in the checkpoint."""
 
     block: LayerInput
     prefix: str

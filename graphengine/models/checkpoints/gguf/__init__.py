@@ -1,1 +1,1 @@
-"""Models in llama.cpp's file format: what a file's metadata and tensors are in a checkpoint."""
+"""Models in llama.cpp's file format: a file's metadata and tensors translated to a checkpoint's."""

@@ -25,10 +25,10 @@ _HALF_ONE = b"\x00\x3c"
 
 
 class GroupForm(NamedTuple):
-    """What the blocks of a weight become.
+    """The form that the blocks of a weight are translated to.
 
-    bits      of a code: 8 in int8, or 4, two in a byte. Those are 8 too large; with minimums they
-              are numbers from 0 on
+    bits      of a code: 8 in int8, or 4, two in a byte. Codes of 4 bits are stored plus 8; with
+              minimums they are numbers from 0 up
     columns   columns that share a scale
     scales    dtype that holds the scales exactly; uint8: they are powers of two, and codes are
               numbers of MXFP4
@@ -49,10 +49,10 @@ class GroupForm(NamedTuple):
 
 
 class _ByOnes(NamedTuple):
-    """A format whose bits the package knows.
+    """A format that the package `gguf` decodes.
 
-    So codes are the values of blocks whose scales are set to 1, and scales are the values of blocks
-    whose codes are set to 1.
+    So codes are obtained as the values of blocks with all scales set to 1, and scales as the values
+    of blocks with all codes set to 1.
 
     scales_of_one bytes that make all scales 1, by their place in a block; none: after its scale a
                   block has a byte for each code, or the first half of its codes in lower halves of
@@ -66,11 +66,11 @@ class _ByOnes(NamedTuple):
 
 
 class _ByBits(NamedTuple):
-    """A format whose bits are read here, of blocks uint8 [M, n, bytes].
+    """A format that is decoded here, from blocks uint8 [M, n, bytes].
 
     codes    one number a byte, [M, n, columns of a block]
     scales   [M, n, groups of a block], and 2 with minimums
-    factors  first bytes of the factor on scales, and of that on minimums
+    factors  first bytes of the factor on scales, and of the factor on minimums
     """
 
     form: GroupForm
@@ -101,13 +101,17 @@ _BY_ONES: Mapping[str, _ByOnes] = {
 
 
 def _nibbles(stored: Tensor, width: int) -> Tensor:
-    """Numbers of which every `width` bytes have as many in lower halves, then those in upper."""
+    """Numbers of 4 bits: every `width` bytes hold `width` numbers in their lower halves, then as
+    many in the upper halves.
+    """
     parts = stored.reshape(*stored.shape[:-1], -1, width)
     return torch.cat((parts & 15, parts >> 4), dim=-1).flatten(-2)
 
 
 def _pairs(stored: Tensor) -> Tensor:
-    """Numbers of which every 32 bytes have 32 in their lowest two bits, then those in the next."""
+    """Numbers of 2 bits: every 32 bytes hold 32 numbers in their lowest two bits, then 32 in the
+    next two, and so on.
+    """
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     return (stored.reshape(*stored.shape[:-1], -1, 1, 32) >> shifts & 3).flatten(-3)
 
@@ -124,7 +128,7 @@ def _bits(stored: Tensor) -> Tensor:
 
 
 def _halves(blocks: Tensor) -> Tensor:
-    """A scale and what is added, float16, at the beginning of blocks: [M, n, 1, 2]."""
+    """A scale and an offset that is added, float16, at the beginning of blocks: [M, n, 1, 2]."""
     found = blocks[..., :4].contiguous().view(torch.float16)
     return torch.stack((found[..., :1], -found[..., 1:]), dim=-1)
 
@@ -132,7 +136,7 @@ def _halves(blocks: Tensor) -> Tensor:
 def _six_bits(blocks: Tensor) -> Tensor:
     """Eight scales and their minimums of 6 bits, from byte 4 of blocks on: [M, n, 8, 2].
 
-    Of the last four of each the upper two bits lie above the first four.
+    The last four of each have their upper two bits in the bytes of the first four, above these.
     """
     scales, minimums, last = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((scales & 63, last & 15 | scales >> 6 << 4), dim=-1)
@@ -181,7 +185,7 @@ FORMS: Mapping[str, GroupForm] = {
     **{kind: by_ones.form for kind, by_ones in _BY_ONES.items()},
     **{kind: by_bits.form for kind, by_bits in _BY_BITS.items()},
 }
-"""The formats whose codes are kept, and what each becomes."""
+"""The formats whose codes are kept, and the form that each is translated to."""
 
 
 def joined_form(forms: Sequence[GroupForm]) -> GroupForm | None:
@@ -240,7 +244,7 @@ def scales_of(path: Path, blocks: Any, kind: str, form: GroupForm) -> Tensor:
 
 
 def factors_of(blocks: Any, kind: str, form: GroupForm) -> Tensor:
-    """Factors on scales, float16 [M, S], or with those on minimums [M, S, 2]."""
+    """Factors on scales, float16 [M, S]; with factors on minimums [M, S, 2]."""
     stored = torch.from_numpy(blocks)
     places = _BY_BITS[kind].factors
     found = [stored[..., at : at + 2].contiguous().view(torch.float16)[..., 0] for at in places]
@@ -270,7 +274,7 @@ def _scales_by_ones(path: Path, blocks: Any, kind: str) -> Tensor:
 
 
 def _with(path: Path, blocks: Any, kind: str, ones: Mapping[int, bytes]) -> Tensor:
-    """The values of blocks with other bytes at these places."""
+    """The values of blocks after these bytes are replaced."""
     blocks = blocks.copy()
     for start, content in ones.items():
         blocks[..., start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)

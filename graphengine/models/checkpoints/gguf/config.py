@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says of its model, in the keys of Hugging Face's `config.json`."""
+"""Translates a GGUF file's metadata to the keys of Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.
 _EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 _DRAFT_LAYERS = "nextn_predict_layers"
 _WIDTHS = ("attention.key_length", "attention.value_length")
-# What is computed with here: the models' configs check the other sizes.
+# Sizes that are used here; the models' configs check the others.
 _COUNTS = (
     *("embedding_length", "block_count", "attention.head_count", "rope.dimension_count"),
     *_WIDTHS,
@@ -49,12 +49,12 @@ _ROPE_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Read elsewhere, or without a meaning for the arithmetic.
+# Keys that are read elsewhere, or do not affect the arithmetic.
 _OTHER_KEYS = (
     *("vocab_size", "rope.dimension_count", "rope.scaling.type", "rope.scale_linear"),
     *("attention.value_length", "rope.scaling.finetuned", "tensor_data_layout"),
 )
-# What other keys may say, since it is what is computed without them.
+# The values that other keys may have, as the result is the same without them.
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _NEUTRAL = {"attention.causal": True, _ATTENTION_FACTOR: 1.0}
 # Trained lengths of Llama 3's RoPE that are tried, and the factors of all of its releases.
@@ -78,9 +78,9 @@ def family_of(file: GgufFile) -> GgufFamily:
 
 
 def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The model's `config.json`, without what it says of the weights' format.
+    """The model's `config.json`, without the keys of the weights' format.
 
-    factors  the values of those of the tensors `ROPE_FACTORS` that the file has
+    factors  values of the tensors in `ROPE_FACTORS`, as far as the file has them
 
     ValueError names a key that is missing, or not understood.
     """
@@ -185,7 +185,7 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
 
 
 def _plain(value: Any) -> Any:
-    """A value as `config.json` would have it: what all layers share is written once.
+    """A value as `config.json` would have it: a value that all layers share is written once.
 
     A float of 32 bits becomes the shortest decimal with these bits, which it was made from.
     """
@@ -202,7 +202,7 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _end_ids(file: GgufFile) -> list[int] | None:
-    """Ids that end a text or a turn. ValueError for what is no integer."""
+    """Ids that end a text or a turn. ValueError for a value that is not an integer."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = [file.value(key, int) for key in keys if key in file.metadata]
     return list(dict.fromkeys(found)) or None
@@ -222,7 +222,7 @@ def _window_types(config: Mapping[str, Any]) -> Any:
     if type(flags) is bool:
         flags = [flags] * count
     if not isinstance(flags, list) or not all(type(flag) is bool for flag in flags):
-        # The model's config refuses it.
+        # The model's own config refuses such a value.
         return flags
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 

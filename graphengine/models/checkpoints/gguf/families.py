@@ -1,4 +1,4 @@
-"""llama.cpp's architectures: the model that each is, and what its tensors and keys are called.
+"""llama.cpp's architectures: the model of each, and the names of its tensors and keys.
 
 The architectures and their keys are those of llama.cpp, as the package `gguf` lists them.
 """
@@ -26,7 +26,7 @@ class GgufFamily(NamedTuple):
 
     architecture  the class in `config.json`
     keys          the metadata keys that only this architecture has, and their names there
-    fixed         keys that no metadata tells
+    fixed         keys that no metadata gives
     only          metadata keys without a name there, and the value that is computed
     modules       names of modules outside of layers that differ from `MODULES`
     layer         names of a layer's modules that differ from `LAYER`; several: their rows follow
@@ -36,11 +36,11 @@ class GgufFamily(NamedTuple):
                   pairs
     plus_one      whether norms are stored plus 1, which the model adds
     transposed    whether linears of layers have their inputs first in a checkpoint
-    more          what several metadata keys tell together, of the file, its keys and the config
-    read          metadata keys that are read for that alone
-    scaling       metadata keys of scaled RoPE, their names in its settings, and what they are
-                  multiplied by
-    rope          what no metadata tells of scaled RoPE
+    more          function of the file, its keys and the config, for values that several metadata
+                  keys give together
+    read          metadata keys that only `more` reads
+    scaling       metadata keys of scaled RoPE, their names in its settings, and their factors
+    rope          settings of scaled RoPE that no metadata gives
     rotated       key of the part of a head that RoPE rotates, where a missing one is not 1
     biases        keys that say whether there is a tensor, and that tensor in the first layer
     older         the class of older models whose files look alike; `more` tells them apart
@@ -68,7 +68,7 @@ class GgufFamily(NamedTuple):
 
 COUNT, USED, WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 _NORM = "attention.layer_norm_epsilon"
-# Files tell one of two numbers, which are equal in all published models.
+# Files give only one of two numbers, which are equal in all published models.
 _LOG_MULTIPLIER, _MSCALES = "rope.scaling.yarn_log_multiplier", ("mscale", "mscale_all_dim")
 _SIGMOID = {"expert_gating_func": 2}
 _GEMMA_NORMS = {
@@ -107,7 +107,7 @@ _GRANITE_KEYS = {
     "logit_scale": "logits_scaling",
 }
 _MAMBA_KEYS = ("ssm.inner_size", "ssm.time_step_rank")
-# Of recurrent layers, below their prefix.
+# Names in recurrent layers, below their prefix.
 _MAMBA_LAYER = {
     "ssm_in": "in_proj",
     "ssm_conv1d": "conv1d",
@@ -414,7 +414,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "attention.value_length_mla": "v_head_dim",
             "expert_gating_func": "scoring_func",
         },
-        # What files leave out.
+        # Values that files leave out.
         fixed={
             "n_routed_experts": 0,
             "n_shared_experts": 0,
@@ -522,7 +522,7 @@ WITH_EXPERTS: Mapping[str, GgufFamily] = {
         paired=True,
     ),
 }
-"""What architectures of two kinds are in a file with experts."""
+"""Names that stand for a dense model and for one with experts: here the latter."""
 
 MODULES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",

@@ -27,7 +27,7 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _MOST_DIMENSIONS = 4
 _MOST_PARTS = 10_000
-# Bytes that an entry takes at least: a metadata value, and a tensor.
+# Least number of bytes of an entry: of a metadata value, and of a tensor.
 _LEAST_VALUE, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
 
@@ -321,7 +321,9 @@ class _Reader:
             raise ValueError(f"{self._path} has {what} that is not UTF-8: {error}") from error
 
     def _count(self, what: str, least: int) -> int:
-        """A number of things of at least `least` bytes each, which the file has room for."""
+        """Read a count of entries of at least `least` bytes each. An error if the file has no room
+        for so many.
+        """
         count: int = self._number("Q", what)
         left = len(self._data) - self._at
         if count * least > left:

@@ -1,4 +1,4 @@
-"""Keys of `config.json` that several metadata keys tell together: kinds of layers, and sizes."""
+"""Keys of `config.json` that follow from several metadata keys: kinds of layers, and sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def granite_hybrid(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, 
 
 
 def nemotron(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """The kind of each layer of Nemotron-H: those with a feed-forward have it alone."""
+    """The kind of each layer of Nemotron-H: a layer with a feed-forward has nothing else."""
     layers = config["num_hidden_layers"]
     heads = _of_layers(file, own, _KV_HEADS, layers)
     widths = _of_layers(file, own, "feed_forward_length", layers)
@@ -96,7 +96,9 @@ def latents(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -
 
 
 def _of_layers(file: GgufFile, own: Mapping[str, Any], key: str, layers: Any) -> list[int]:
-    """A number for each layer; one that all share is written once. ValueError for other things."""
+    """A number for each layer; the file may write one number that all layers share. ValueError for
+    anything else.
+    """
     found = own.get(key)
     counts: list[Any] = found if isinstance(found, list) else [found] * layers
     if len(counts) != layers or not all(type(count) is int for count in counts):

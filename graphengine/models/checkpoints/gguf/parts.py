@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are in a Hugging Face checkpoint: names, shapes, and the order of
+"""Translates a GGUF file's tensors to a Hugging Face checkpoint's: names, shapes, and the order of
 rows.
 """
 
@@ -29,7 +29,7 @@ from graphengine.options.checks import shown
 
 Role = Literal["values", "codes", "scales", "factors"]
 Make = Callable[[Sequence[Tensor]], Tensor]
-"""Makes a tensor of the checkpoint of the values of those in the file."""
+"""Computes a tensor of the checkpoint from the values of the file's tensors."""
 FLOATS: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -37,7 +37,7 @@ FLOATS: Mapping[str, torch.dtype] = {
 }
 """The formats that are read as they are."""
 _LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.([\w.]+?)(?:\.(weight|bias))?")
-# Linears that are computed as one, and so are packed in one form.
+# Linears that are fused, and so are packed in one form.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     *(("gate_proj", "up_proj"), ("w1", "w3")),
@@ -56,13 +56,13 @@ class Part(NamedTuple):
     """How a tensor of the checkpoint follows from those in the file.
 
     stored  their names in the file; without `make` the rows of several follow each other
-    role    its values, or what they are made of
-    form    form in which these are kept; None: values
+    role    its values, or a component of them: codes, scales or factors
+    form    form in which components are kept; None: values
     heads   heads whose rows alternate between two halves; 0: rows are as they are
-    rows    the (start, length) of each span of rows that it has of a tensor; none: it has all
+    rows    the (start, length) of each span of rows that it takes from a tensor; none: it takes all
     expert  its place in a stack of experts; None: it is not stacked
-    make    what makes it of their values; None: nothing
-    shape   of what `make` makes
+    make    computes it from their values; None: values stay as they are
+    shape   of the result of `make`
     """
 
     stored: tuple[str, ...]
@@ -78,8 +78,8 @@ class Part(NamedTuple):
 def parts_of(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> dict[str, Part]:
     """The checkpoint's tensors by name, and how each follows from those in the file.
 
-    A tensor without a name in the checkpoint keeps its own. ValueError, with numbers, for what the
-    config contradicts, or the package `gguf` does not read.
+    A tensor without a name in the checkpoint keeps its own. ValueError, with numbers, for tensors
+    that contradict the config, or that the package `gguf` does not read.
     """
     heads = {"attn_q": config["num_attention_heads"]}
     heads["attn_k"] = config.get("num_key_value_heads", heads["attn_q"])
@@ -102,7 +102,9 @@ def parts_of(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> d
 
 
 def _heads_of(module: str, config: Mapping[str, Any]) -> int:
-    """Heads each of which has the rows of several linears; 1: they do not alternate."""
+    """Number of heads if each head has rows of several linears; 1: rows do not alternate by
+    head.
+    """
     heads: int = config["linear_num_key_heads"] if module == "ssm_ba" else 1
     return heads
 
@@ -130,7 +132,7 @@ def _joined(file: GgufFile, other: Part | None, part: Part) -> Part:
 
 
 def _made(part: Part, tensor: GgufTensor, module: str, family: GgufFamily) -> Part:
-    """The part with what changes its values, if anything does."""
+    """The part, with a `make` if its values must change."""
     shape = tensor.shape
     if module == "ssm_a":
         count = math.prod(shape)
@@ -165,7 +167,7 @@ def _of_experts(
 def _of_rows(
     file: GgufFile, stored: str, part: Part, names: Sequence[str], heads: int
 ) -> dict[str, Part]:
-    """A part for each of several linears, which have as many rows of each head each."""
+    """A part for each of several linears, which all have the same number of rows for each head."""
     rows, count = file.tensors[stored].shape[0], len(names)
     if rows % (count * heads):
         raise ValueError(
@@ -229,8 +231,7 @@ def _checked_heads(file: GgufFile, name: str, tensor: GgufTensor, heads: Any) ->
 def kept_forms(file: GgufFile, parts: Mapping[str, Part]) -> dict[str, GroupForm]:
     """The linears whose codes are kept, and in which form.
 
-    Embeddings and routers are not linears of this kind. Linears that are computed as one have one
-    form.
+    Embeddings and routers are excluded. Linears that are fused have one form.
     """
     found = {
         name.removesuffix(".weight"): part

@@ -1,7 +1,7 @@
 """How byte-level tokenizers of GGUF files cut texts into words, by the name of the pre-tokenizer.
 
 The names are llama.cpp's. The rules are those of the models' own `tokenizer.json`, where they
-differ. A name stands here only if these rules are known, and how texts are normalised.
+differ. A name is listed only if its rules and its normalisation of texts are known.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_REST}"
 class Splitting(NamedTuple):
     """How a byte-level tokenizer cuts a text into words.
 
-    patterns       regular expressions of words, each for what is between those of the one before;
-                   none: GPT-2's, built into `tokenizers`
+    patterns       regular expressions of words; each is applied to the text that the one before it
+                   left between its words. None: GPT-2's, built into `tokenizers`
     digits         whether each digit is a word
     whole          whether a word that is a token is not merged from smaller ones
     composed       whether texts are normalised to NFC
@@ -105,7 +105,9 @@ SPLITTINGS: Mapping[str, Splitting] = {
 
 
 def unknown_tokenizer(file: GgufFile) -> str | None:
-    """What a file says of a tokenizer that cannot be made of it; None: it can, or has none."""
+    """Text that names a file's unknown tokenizer; None: the tokenizer is known, or there is
+    none.
+    """
     kind = file.metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in file.metadata or kind == "llama":
         return None

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names and in the layouts of a Hugging Face checkpoint.
 
-Formats that are an integer times a scale for a group of columns, less a minimum of some, stay so:
-`blocks.py` has them. Other formats of fewer than 16 bits become float32, which loading casts to the
+Formats of an integer times a group's scale, some of them less a minimum, keep their codes
+(`blocks.py`). Other formats of fewer than 16 bits become float32, which loading casts to the
 model's dtype, or rounds.
 """
 
@@ -47,7 +47,7 @@ from graphengine.options.checks import some
 log = logging.getLogger(__name__)
 
 FACTORS = "weight_factor"
-"""Name of the factors on a linear's scales, below its own."""
+"""Name of the factors on a linear's scales, below the linear's name."""
 _MIB = 2**20
 
 
@@ -83,7 +83,9 @@ class GgufModel(NamedTuple):
 
 
 def read_gguf_model(path: Path) -> GgufModel:
-    """Read a file's header. ValueError, with numbers, for what is damaged or not supported."""
+    """Read a file's header. ValueError, with numbers, for a file that is damaged or not
+    supported.
+    """
     file = read_gguf(path)
     stored = {name: Part((name,)) for name in ROPE_FACTORS if name in file.tensors}
     for name in stored:
@@ -104,8 +106,8 @@ def read_gguf_model(path: Path) -> GgufModel:
 
 
 def log_widened(model: GgufModel) -> None:
-    """Log the formats that take more memory than in the file, and how much: those that are widened,
-    and those that share a form with other formats.
+    """Log the formats that take more memory than in the file, and how much. They are widened, or
+    share a form with other formats.
     """
     widened: dict[tuple[str, str], list[str]] = {}
     for name, part in model.parts.items():
@@ -142,7 +144,7 @@ def log_widened(model: GgufModel) -> None:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The dtype of most weights, bfloat16 if that is none of 16 bits or more."""
+    """The dtype of most weights; bfloat16 if most have fewer than 16 bits."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.nbytes
@@ -177,12 +179,12 @@ class GgufTensors:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _read(self, tensor: GgufTensor, part: Part) -> Tensor:
-        """What a part has of a tensor in the file."""
+        """A part's rows of a tensor in the file."""
         if tensor.file not in self._data:
             self._data[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")
         rows = self._data[tensor.file][tensor.start : tensor.start + tensor.nbytes]
         if part.heads:
-            # Rows of a head: one of the first half, one of the second, and so on.
+            # The rows of a head alternate between its first and its second half.
             size = tensor.nbytes // tensor.shape[0]
             rows = rows.reshape(part.heads, -1, 2, size).swapaxes(1, 2)
         vectors = len(tensor.shape) == 1
