@@ -1,8 +1,8 @@
 """The deterministic automaton of a pattern, over the bytes of UTF-8.
 
 A pattern becomes a nondeterministic automaton (K. Thompson, "Regular expression search algorithm",
-1968), and that a deterministic one whose states are sets of its states. Bytes between which the
-pattern never tells apart are one class.
+1968). The latter becomes a deterministic one, whose states are sets of nondeterministic states.
+Bytes between which the pattern never tells apart are one class.
 
 Letters: D states, B classes of bytes.
 """
@@ -28,7 +28,7 @@ DEAD = -1
 """Stands for the state from which no text is complete."""
 
 _PARTS_PER_STATE = 24
-"""How many states a nondeterministic automaton may have, for each one that is allowed below."""
+"""How many nondeterministic states are allowed for each deterministic state that is allowed."""
 _MOST_VISITS = 5_000_000
 """Visits to states of the nondeterministic automaton while a deterministic one is made."""
 
@@ -179,7 +179,7 @@ def _determinized(graph: _Graph, end: int, max_states: int) -> ByteAutomaton:
     united: dict[frozenset[int], frozenset[int]] = {}
 
     def closed(targets: frozenset[int]) -> frozenset[int]:
-        """The states that matter among those reached: with steps, or the end."""
+        """The relevant states among those reached: states with steps, and the end."""
         if targets not in united:
             found: set[int] = set()
             for target in targets:

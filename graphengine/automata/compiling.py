@@ -1,8 +1,8 @@
 """Compiles a request's grammar into an automaton, and compares its masks with llguidance's.
 
 llguidance decides what a grammar means. An automaton whose mask differs from llguidance's in any
-state is refused, and so is one in which a step leads to a state with another mask; of these steps
-a fixed number is compared, chosen by a seeded generator. Forced tokens are found afterwards
+state is refused. So is an automaton in which a step leads to a state with another mask; a fixed
+number of such steps is compared, chosen by a seeded generator. Forced tokens are found afterwards
 (`forced_text.py`): only they may depend on how a tokenizer spells text.
 """
 
@@ -42,12 +42,12 @@ _NO_FORCING = '%llguidance {"no_forcing": true}'
 _KEPT = 64
 """Grammars whose outcome is remembered."""
 _KEPT_POOLS = 2
-"""Most bytes of remembered automata, in sizes of the pool."""
+"""Most bytes of remembered automata, as a multiple of the pool's size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutomatonLimits:
-    """What one automaton may take.
+    """Limits of one automaton.
 
     states  states of its automaton over bytes
     nbytes  bytes of its tables
@@ -77,7 +77,7 @@ class Compiler:
         self._classes: dict[str, Ranges] = {}
 
     def digest(self, asked: StructuredOutputsParams, source: str) -> bytes:
-        """What a grammar, in llguidance's form, and the vocabulary are known by."""
+        """A key for a grammar in llguidance's form, with this vocabulary."""
         spelling = b"tokenizer" if asked.spelling == "tokenizer" else b"any"
         return hashlib.sha256(self.vocabulary.digest + spelling + source.encode()).digest()
 
@@ -122,7 +122,7 @@ class Compiler:
                 narrow=asked.spelling == "tokenizer",
             )
         except Unsupported as error:
-            # Without its frames, which hold what was made so far.
+            # Kept without its traceback, whose frames hold everything made so far.
             return error.with_traceback(None)
         except RecursionError:
             return Unsupported("it is nested too deep")
@@ -175,7 +175,7 @@ _BYTES = [bytes([byte]) for byte in range(256)]
 
 
 class _ByteTokens:
-    """What llguidance asks of a tokenizer; each byte is a token."""
+    """The tokenizer interface of llguidance, with a token for each byte."""
 
     eos_token_id = _END
     bos_token_id = None
@@ -228,8 +228,8 @@ def check_automaton(
     steps: int = _CHECKED_STEPS,
     seed: int = 0,
 ) -> None:
-    """Unsupported unless llguidance's masks are the automaton's: in each of its states, and after
-    `steps` steps more, which lead to states that were reached on other ways.
+    """Unsupported unless llguidance's masks equal the automaton's in each of its states, and after
+    `steps` further steps, which lead to known states on other paths.
     """
     _Check(automaton, tokenizer, source, steps, random.Random(seed)).run()
 
@@ -237,8 +237,8 @@ def check_automaton(
 class _Check:
     """Visits all states depth first, so that llguidance's matcher follows by single tokens.
 
-    A matcher that was rolled back does not always have the masks of a new one, which are the ones
-    that count: where they differ, a new one takes over.
+    A matcher that was rolled back does not always have the masks of a new one. The new one's masks
+    count: where they differ, a new one takes over.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class _Check:
                 continue
             each = classes.pop()
             after = int(automaton.next_state[state, each])
-            # The last state is reached by end-of-sequence tokens alone.
+            # The last state is reached only by end-of-sequence tokens.
             if after == done or (seen[after] and self._dice.random() >= chance):
                 continue
             self._step(state, each)
@@ -327,7 +327,9 @@ class _Check:
             )
 
     def _differs(self, state: int) -> int:
-        """By how many tokens the matcher's mask differs; the end of an output counts as one."""
+        """The number of tokens by which the matcher's mask differs; the end of an output counts as
+        one.
+        """
         matcher, mask = self._matcher, self._mask
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

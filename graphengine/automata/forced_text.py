@@ -25,7 +25,7 @@ NONE = -1
 """Stands for a state without a forced token."""
 
 _MOST_TEXT = 64
-"""Bytes of forced text that are looked at from a state."""
+"""Most bytes of forced text that are followed from a state."""
 _SURE = 32
 """Bytes of a longer text up to which its tokens do not depend on what is cut off."""
 _PROBES = b"a0 A\"'/-.\\,:{[}]\n_"
@@ -46,9 +46,9 @@ def with_forced_tokens(
     """The automaton with the forced token of each state.
 
     automaton   made of `over_bytes`
-    texts       of the vocabulary's tokens; empty for those that have none
-    narrow      whether states in which all allowed tokens spell a part of the forced text allow
-                only its first token; where some go on past it, all stay
+    texts       of the vocabulary's tokens; empty for tokens without a text
+    narrow      whether a state in which every allowed token spells a part of the forced text allows
+                only its first token. If some token goes on past the text, all stay
     """
     members = _Members(automaton)
     forced = _only_tokens(automaton, members)
@@ -149,8 +149,8 @@ class _ForcedText:
 def _first_token(
     text: bytes, following: list[bytes] | None, texts: Sequence[bytes], tokenize: Tokenize
 ) -> int:
-    """The token with which the tokenizer begins the text, whatever follows; NONE if that differs,
-    or goes on past the text.
+    """The token with which the tokenizer begins the text, whatever follows; NONE if that token
+    depends on what follows, or goes on past the text.
     """
     wholes = [text] if following is None else [text + more for more in following]
     most = _SURE if following is None else len(text)
@@ -172,9 +172,9 @@ def _all_spell(tokens: list[int] | None, texts: Sequence[bytes], text: bytes) ->
 def _narrowed(
     automaton: TokenAutomaton, members: _Members, only: NDArray[np.bool_]
 ) -> TokenAutomaton:
-    """The automaton where these states allow their forced token alone.
+    """The automaton, with these states narrowed to their forced token.
 
-    A token that shares its class with others stays with them, as a class has one next state.
+    Tokens that share the forced token's class stay allowed, too, as a class has one next state.
     """
     steps = automaton.next_state.copy()
     for state in np.flatnonzero(only).tolist():

@@ -1,4 +1,4 @@
-"""Patterns of JSON that a schema describes, as far as they are finite: what llguidance makes of it.
+"""Patterns of the JSON that a schema describes, as far as they are finite, as llguidance has it.
 
 Between the parts of arrays and objects there may be whitespace, where the options allow it. Named
 properties come in the schema's order. A character of a string is written as itself or as one of
@@ -47,7 +47,7 @@ _ALL_ESCAPES = 'nrbtf\\"u'
 _SHORT = {"n": 10, "r": 13, "b": 8, "t": 9, "f": 12, "\\": 92, '"': 34}
 # Characters that a string does not hold as they are.
 _ESCAPED: Ranges = ((0, 31), (34, 34), (92, 92), (127, 127))
-# Those that are written as \u00XX.
+# Characters that are written as \u00XX.
 _NUMERIC: Ranges = ((0, 31), (127, 127))
 _WHITESPACE = Repeat(Chars(((9, 10), (13, 13), (32, 32))), 0, None)
 _ASCII_CLASSES: dict[str, Ranges] = {
@@ -56,7 +56,7 @@ _ASCII_CLASSES: dict[str, Ranges] = {
 }
 _MOST_LENGTH = 5000
 _MOST_NESTED = 60
-# References may lead to the same schema on ways whose number grows exponentially.
+# The number of reference paths to the same schema may grow exponentially.
 _MOST_SCHEMAS = 4096
 
 
@@ -241,7 +241,7 @@ class _Schemas:
     # Arrays and objects.
 
     def _enclosed(self, opening: str, closing: str, inner: Pattern) -> Pattern:
-        """What stands between brackets; `inner` begins with its own space unless it is empty."""
+        """A pattern in brackets; `inner` begins with its own space unless it is empty."""
         return Concat((literal(opening), inner, self._space, literal(closing)))
 
     def _separated(self, items: Sequence[Pattern]) -> Pattern:
@@ -283,7 +283,7 @@ class _Schemas:
         return self._enclosed("[", "]", self._items(items, least, tail))
 
     def _items(self, items: Sequence[Pattern | None], least: int, tail: Pattern) -> Pattern:
-        """The items, of which the first `least` are required, and what may follow the last."""
+        """The items, of which the first `least` are required, then `tail` after the last."""
         after = tail
         for at in reversed(range(len(items))):
             item = items[at]
@@ -325,7 +325,7 @@ class _Schemas:
 
     def _members(self, members: Sequence[tuple[Pattern, bool]]) -> Pattern:
         """The members in their order; those not required may be left out."""
-        # What follows a member, and what follows where there was none yet.
+        # The pattern after a member, and the pattern where there was no member yet.
         after: Pattern = EMPTY
         begins: Pattern | None = EMPTY
         for member, required in reversed(members):

@@ -91,7 +91,7 @@ def _naturals(low: int, high: int | None) -> Pattern:
 
 
 def _between(low: str, high: str) -> Pattern:
-    """Digits from `low` to `high`, which are as long."""
+    """Digits from `low` to `high`, two texts of the same length."""
     if not low:
         return EMPTY
     first, last = int(low[0]), int(high[0])
@@ -208,7 +208,7 @@ def _fraction_to(high: str, includes: bool) -> Pattern:
 
 
 def _fractions(low: str, high: str, includes_low: bool, includes_high: bool) -> Pattern:
-    """Digits after a point between two texts of digits, which are as long."""
+    """Digits after a point, between two texts of digits of the same length."""
     assert low != high, f"{low=}"
     if low[0] == high[0]:
         rest = _fractions(low[1:], high[1:], includes_low, includes_high)

@@ -1,4 +1,4 @@
-"""What a grammar allows, as a tree: characters, sequences, choices and repetitions."""
+"""A grammar as a tree: characters, sequences, choices and repetitions."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ _LENGTH_ENDS = (0x7F, 0x7FF, 0xFFFF, LAST_CHAR)
 
 
 def utf8_sequences(ranges: Ranges) -> list[tuple[tuple[int, int], ...]]:
-    """The characters' UTF-8, as sequences of byte ranges. A sequence has all combinations of its
-    bytes, and no two sequences have one in common."""
+    """The characters' UTF-8, as sequences of byte ranges. A sequence stands for all combinations of
+    its bytes; no combination is in two sequences."""
     found: list[tuple[tuple[int, int], ...]] = []
     for first, last in ranges:
         start = first

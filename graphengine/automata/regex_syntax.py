@@ -1,4 +1,4 @@
-"""Reads the regular expressions of Rust's `regex` crate, as far as automata have use for them.
+"""Reads the syntax of Rust's `regex` crate, as far as automata can express it.
 
 Classes by name, as `\\w`, are those of llguidance's own tables: the caller gives them.
 """
@@ -39,8 +39,8 @@ _MOST_NESTED = 100
 def parse_regex(text: str, named: NamedClass) -> Pattern:
     """The pattern of a regular expression that has to match a whole text.
 
-    Unsupported for what only llguidance knows: anchors, flags, lazy quantifiers, classes by their
-    Unicode names, operators inside classes.
+    Unsupported for syntax that only llguidance knows: anchors, flags, lazy quantifiers, classes by
+    their Unicode names, operators inside classes.
     """
     reader = _Reader(text, named)
     found = reader.alternatives()
@@ -93,7 +93,7 @@ class _Reader:
         return self.text[self.at - 1]
 
     def _skip(self, text: str) -> bool:
-        """Whether `text` comes next; it is then read."""
+        """Whether `text` comes next; if so, it is read."""
         if not self.text.startswith(text, self.at):
             return False
         self.at += len(text)
@@ -163,7 +163,7 @@ class _Reader:
         return part
 
     def _counts(self) -> tuple[int, int | None]:
-        """What stands between braces: n, or n and a comma, or n, a comma and m."""
+        """The text between braces: n, or n and a comma, or n, a comma and m."""
         inside, closed, _ = self.left.partition("}")
         low, comma, high = inside.partition(",")
         plain = (
@@ -213,7 +213,7 @@ class _Reader:
     def _bracket(self) -> Ranges:
         """The characters of a class, once its `[` is read."""
         if self._skip("["):
-            # The form in which classes of JSON schemas are given to llguidance.
+            # Classes of JSON schemas have this form in llguidance.
             inner = self._bracket()
             if not self._skip(_NOT_NULL):
                 raise Unsupported("its regular expression has a class inside a class")

@@ -1,7 +1,7 @@
 """The tables of a grammar for a vocabulary: its automaton over token ids.
 
-Tokens that lead from every state to the same one are one class, and states that allow the same
-tokens share one mask, so that both tables stay small.
+Tokens that lead to the same next state from every state form one class, and states that allow the
+same tokens share one mask, so that both tables stay small.
 
 Letters: V ids, S states, C classes of tokens, M masks, D states of the automaton over bytes.
 """
@@ -39,7 +39,7 @@ class TokenAutomaton(NamedTuple):
     ended: NDArray[np.bool_]
     """[S]: whether the output has ended there. Nothing is allowed in these states."""
     forced: Ints
-    """[S]: the token with which the text that alone can follow begins; -1 for none. It is a draft
+    """[S]: the first token of the text, where only one text can follow; -1 for none. It is a draft
     (`forced_text.py`), and need not be the only token that is allowed."""
 
     @property
@@ -69,7 +69,7 @@ def token_automaton(
     max_steps  most nodes of the vocabulary's tree that may be visited, from all states together
     max_bytes  most bytes of the tables
 
-    Unsupported beyond one of these.
+    Unsupported beyond one of these limits.
     """
     origins, nodes, targets = _reached(automaton, vocabulary, max_steps)
     class_of_node, next_state = _classes(
@@ -100,7 +100,7 @@ def token_automaton(
 
 
 def with_steps(automaton: TokenAutomaton, next_state: Ints) -> TokenAutomaton:
-    """The automaton with other next states, and the masks that follow from them."""
+    """The automaton with other next states, and with the masks that they imply."""
     allowed, mask_of_state = _masks(next_state)
     masks = _packed(allowed, automaton.class_of_token, automaton.masks.shape[1])
     return automaton._replace(next_state=next_state, mask_of_state=mask_of_state, masks=masks)
@@ -146,7 +146,7 @@ def _classes(
 ) -> tuple[Ints, Ints]:
     """(class of each node, next state of each class): nodes of a class lead to the same states."""
     salts = np.random.default_rng(0).integers(1, 2**63, size=2 * states, dtype=np.uint64)
-    # A node's digest sums up all that it does; the salts make equal sums of others unlikely.
+    # A node's digest sums up all its steps; salts make equal digests of different nodes unlikely.
     mixed = salts[origins] * (salts[states + targets] | np.uint64(1))
     digests = np.zeros(nodes, dtype=np.uint64)
     np.add.at(digests, reached, mixed ^ (mixed >> np.uint64(29)))
@@ -158,7 +158,7 @@ def _classes(
     members = np.bincount(class_of_node[live])
     next_state = np.full((states, len(members)), DEAD, dtype=np.int32)
     next_state[origins, class_of_node[reached]] = targets
-    # Equal digests of nodes that differ would show here.
+    # Different nodes with equal digests would be noticed here.
     same = bool((next_state[origins, class_of_node[reached]] == targets).all())
     total = int(((next_state != DEAD).sum(axis=0) * members).sum())
     assert same and total == len(reached), f"{total=} of {len(reached)}, {same=}"

@@ -1,1 +1,1 @@
-"""What an engine shows of itself: the recorder, ranges for profilers, the environment."""
+"""Observing an engine: the recorder, ranges for profilers, the environment."""

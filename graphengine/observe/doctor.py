@@ -1,4 +1,4 @@
-"""Whether and how an engine runs on a machine, and what to do about what is missing.
+"""Whether and how an engine runs on a machine, and remedies for missing parts.
 
 Findings follow from the facts of a `Machine` alone: see `machine.py` for where these come from.
 """
@@ -22,7 +22,7 @@ class Package(NamedTuple):
     """A distribution that an engine uses, or an extra that brings one.
 
     least    the oldest version; "": any
-    purpose  what it is for
+    purpose  its purpose
     extra    that brings it; None: it comes with the engine
     needed   whether no engine opens without it
     """
@@ -118,7 +118,9 @@ def torch_finding(software: Software) -> Finding:
 
 
 def triton_finding(software: Software, *, has_gpu: bool) -> Finding:
-    """Triton: missing, too old, untried, another one than torch asks for, or right."""
+    """A finding about Triton: missing, too old, untried, another version than torch asks for, or
+    right.
+    """
     oldest, newest = TRITON
     version, wanted = software.versions.get("triton"), software.triton_of_torch
     remedy = install_triton(software)
@@ -161,12 +163,12 @@ def kernels_findings(software: Software) -> list[Finding]:
     wanted = software.triton_of_torch
     remedy = install_triton(software)
     if triton is not None and wanted == triton:
-        # They are a pair, and still fail.
+        # The two versions match, and the import still fails.
         remedy = INSTALL_TORCH
         if version_numbers(software.versions.get("torch", ""))[:2] == version_numbers(TORCH):
             remedy += " triton --force-reinstall"
     elif triton is not None and wanted is None and _is_tried(triton):
-        # pip would leave what is installed.
+        # Without this, pip would keep the installed version.
         remedy += " --force-reinstall"
     return [Finding("software", "kernels", "cannot be imported", problem, remedy)]
 
@@ -178,7 +180,7 @@ def _is_tried(triton: str) -> bool:
 
 
 def package_finding(package: Package, software: Software, *, has_gpu: bool) -> Finding:
-    """A package that is there, too old or missing; only what is needed is a problem."""
+    """A finding about a package: there, too old or missing. Only a needed package is a problem."""
     version = software.versions.get(package.name)
     extra = f"extra `{package.extra}`, for" if package.extra else "for"
     if version is None:
@@ -264,7 +266,7 @@ def _folder_findings(machine: Machine) -> list[Finding]:
 def folder_finding(name: str, folder: Folder, variable: str, problem: str | None = None) -> Finding:
     """A folder, and the variable that names another one where it cannot be written to.
 
-    problem  what that breaks; None: nothing that an engine needs
+    problem  consequence of an unwritable folder; None: an engine does not need it
     """
     if folder.writable:
         return Finding("folders", name, str(folder.path))

@@ -1,4 +1,4 @@
-"""What `graphengine doctor` tells of the driver and of GPUs: see `doctor.py`."""
+"""The findings of `graphengine doctor` about the driver and GPUs: see `doctor.py`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _no_gpu_finding(machine: Machine, *, told_before: bool) -> Finding:
 
 
 def gpu_findings(machine: Machine) -> list[Finding]:
-    """What each GPU is, and which kernels serve it."""
+    """Each GPU's name and size, and which kernels serve it."""
     launches = "triton" in machine.software.versions
     found = []
     for index, gpu in enumerate(machine.gpus):

@@ -1,4 +1,4 @@
-"""The device and software that figures were measured with."""
+"""The device and software of a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `graphengine doctor` reads of a machine, and what it tells: plain values.
+"""The facts that `graphengine doctor` reads from a machine, and its findings, as plain values.
 
 Nothing here imports torch or Triton: both may be missing, or fail.
 """
@@ -20,7 +20,7 @@ class Finding:
     """One line of the report.
 
     problem  why no engine opens on the best device of this machine; None: nothing is broken
-    remedy   what mends the problem, or what brings something optional
+    remedy   how to mend the problem, or how to install something optional
     """
 
     group: str
@@ -49,7 +49,7 @@ class Plans:
 class Gpu:
     """A GPU that torch finds.
 
-    device  what kernels see of it; None where they cannot be imported
+    device  the properties that kernels use; None where kernels cannot be imported
     """
 
     name: str
@@ -61,7 +61,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """What is installed, and what fails when it is imported.
+    """Installed versions, and errors of imports.
 
     engine           the version of graphengine
     versions         by the name of a distribution; "unknown" for one that does not tell
@@ -85,12 +85,12 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """What the driver tells, without torch.
+    """Facts about the driver, read without torch.
 
     version     as nvidia-smi has it
     cuda        the newest CUDA it supports
     gpus        names of all GPUs, also of those that are hidden from this process
-    error       what nvidia-smi said where it failed
+    error       nvidia-smi's message where it failed
     has_device  whether there is a device file of a GPU
     """
 
@@ -113,7 +113,7 @@ class Folder:
 class Machine:
     """All facts that findings follow from.
 
-    cuda_error       what torch said where it found no GPU
+    cuda_error       torch's message where it found no GPU
     visible_devices  CUDA_VISIBLE_DEVICES; None where it is not set
     peers            pairs (a, b) of GPUs where a reaches the memory of b
     compiler         the C compiler for Triton; None: there is none
@@ -151,6 +151,6 @@ class Machine:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """(2, 11, 0) of "2.11.0+cu130"; () of what has no numbers."""
+    """(2, 11, 0) for "2.11.0+cu130"; () for a text without numbers."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,4 +1,4 @@
-"""Read the facts that `graphengine doctor` tells of. What is missing, or fails, is a fact, too."""
+"""Read the facts for `graphengine doctor`. That something is missing, or fails, is a fact, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
     if torch is not None:
         kernels_error = _kernels_error()
         dispatch, _ = _imported("graphengine.kernels.core.dispatch")
-        # It imports what reads checkpoints, which has requirements of its own.
+        # It imports the readers of checkpoints, which have requirements of their own.
         tuning_tables, _ = _imported("graphengine.models.plans.tuning_tables")
     gpus, cuda_error = _gpus(torch, tuning_tables, kernels_error is None)
     return Machine(
@@ -127,7 +127,7 @@ def triton_of_torch() -> str | None:
 
 
 def read_driver() -> Driver:
-    """What nvidia-smi and the driver's library tell."""
+    """Facts from nvidia-smi and the driver's library."""
     cuda = _cuda_of_driver()
     has_device = any(Path("/dev").glob("nvidia[0-9]*"))
     if shutil.which("nvidia-smi") is None:
@@ -164,7 +164,7 @@ def _cuda_of_driver() -> tuple[int, int] | None:
 
 
 def _gpus(torch: Any, tuning_tables: Any, has_kernels: bool) -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that torch finds, or what it says where it finds none."""
+    """The GPUs that torch finds, or torch's message where it finds none."""
     if torch is None:
         return (), None
     with warnings.catch_warnings(record=True) as caught:
@@ -199,7 +199,7 @@ def _gpu(torch: Any, index: int, tuning_tables: Any, has_kernels: bool) -> Gpu:
 def read_plans(tuning_tables: Any, name: str) -> Plans:
     """How many plans there are for a GPU of this name."""
     path, own, shipped, error = None, 0, 0, None
-    # Without a home directory there is no table of one's own.
+    # Without a home directory the user has no table.
     with contextlib.suppress(ValueError):
         path = tuning_tables.user_table_path(name)
     try:
@@ -237,7 +237,7 @@ def _python_header() -> str | None:
 
 
 def triton_cache_path() -> Path:
-    """Where Triton keeps what it has compiled."""
+    """The folder of Triton's compiled kernels."""
     own = os.environ.get("TRITON_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(own) if own else Path(home) / ".triton" / "cache"

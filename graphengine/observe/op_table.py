@@ -1,4 +1,4 @@
-"""The launches of a step as a table: what each is for, and what it reads of weights and of KV.
+"""The launches of a step as a table: the purpose of each, and the weights and KV that it reads.
 
 The kernels that a GPU runs for the step, as a trace or a captured graph lists them, are matched
 with the rows of the table by `align`.
@@ -19,7 +19,7 @@ from graphengine.kernels.core.op import Op
 KV = "KV"
 """The part of launches that attend: they read the KV of a layer."""
 
-# It reads a cache to move entries of it, and does not attend.
+# This kernel reads a cache only to move entries in it; it does not attend.
 _KV_MOVER = "_move_path_kernel"
 # Parameters whose tensor is a table of embeddings, of which a launch reads a row for each token.
 _LOOKUPS = ("embedding_ptr", "table_ptr", "embedding")
@@ -84,7 +84,7 @@ def align(
 ) -> list[OpRow | None]:
     """The row of each of the kernels that ran for a step, which are given by name, in their order.
 
-    It is None for what torch launches between the step's own kernels. A kernel is the step's own if
+    It is None for kernels that torch launches between the step's own. A kernel is the step's own if
     a row or `known` has its name. Misaligned, with the first difference, unless these are the
     kernels of the rows, in the same order.
     """
@@ -143,6 +143,6 @@ def _in_order(op: Op, accessed: Collection[str]) -> tuple[str, ...]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number that tells the memory of a tensor from that of others, also on the meta device."""
+    """A number that identifies a tensor's memory, also on the meta device."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""When frames of sound had to be there, for a player that plays each for as long as it is."""
+"""Deadlines of frames of sound, for a player that plays each frame for its own length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check_frame_ms(frame_ms: object, name: str) -> float:
 
 
 def player_slack(arrived: Floats, frame: float) -> Floats:
-    """How long before its deadline each frame of one request arrived, the first frame apart;
-    negative for a frame that was late.
+    """How long before its deadline each frame of a request arrived, without the first frame, which
+    has no deadline; negative for a late frame.
 
-    The player begins with the first frame. A frame is due when the one before it has been played;
-    for a late one the player waits, and later frames are due that much later. `arrived` has the
-    times of all frames in order, in the unit of `frame`, the length of each.
+    The player begins with the first frame. A frame is due when the one before it has been played.
+    The player waits for a late frame, and later frames are then due that much later. `arrived` has
+    the times of all frames in order, in the unit of `frame`, the length of each.
     """
     slack = np.empty(max(len(arrived) - 1, 0))
     played = arrived[0] if len(arrived) else 0.0

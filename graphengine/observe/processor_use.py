@@ -17,7 +17,7 @@ _PROCESS = getattr(resource, "RUSAGE_SELF", None)
 
 
 class ProcessorUse(NamedTuple):
-    """Counts that only grow; the difference of two says what happened in between.
+    """Counts that only grow; the difference of two covers the time in between.
 
     cpu_ns     nanoseconds for which the calling thread ran
     preempted  times it was ready to run and its core was taken away (involuntary context switches)

@@ -1,4 +1,6 @@
-"""What a recorder keeps of an engine's ranks: who launched last, and how long the driver waited."""
+"""A recorder's facts about an engine's ranks: which launched last, and how long the driver
+waited.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ UNKNOWN_LAUNCH = (math.nan, NEVER)
 
 
 class RankTimes(Protocol):
-    """What the runtime of an engine tells of its ranks.
+    """Facts about an engine's ranks, which its runtime provides.
 
     count   number of ranks, including the driver's
     option  the engine's option that asks for them, as `tensor_parallel=2`
@@ -77,7 +79,7 @@ class WaitMeter:
         self._began = None
 
     def clear(self) -> None:
-        """Forget what was added up; a recorder that has begun begins again, before step 0."""
+        """Forget the sums; a recorder that has begun begins again, before step 0."""
         self._waited, self._seconds, self._steps = 0.0, 0.0, 0
         if self._began is not None:
             self.start(NEVER)

@@ -41,7 +41,7 @@ def replay_object(
 ) -> dict[str, Any]:
     """The line of a `REPLAY` record and its lanes; times from `origin`, None where missing.
 
-    Where there are several `ranks` it tells of their launches, too.
+    With several `ranks`, it includes their launches.
     """
     values = dict(zip(REPLAY.names or (), record.item(), strict=True))
     lanes, kind, microseconds = (values.pop(name) for name in ("lanes", "kind", "device_us"))

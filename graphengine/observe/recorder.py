@@ -1,4 +1,5 @@
-"""The recorder: what each replay did and when, in a ring that is allocated before the first replay.
+"""The recorder of each replay's work and times, in a ring that is allocated before the first
+replay.
 
 It is off until `engine.recorder.start()`. Then it adds a few clock reads to a step, two writes into
 the ring and two CUDA events around each replay, and never waits. Once a step it asks the operating
@@ -86,7 +87,7 @@ class Recorder:
     lanes        most requests of a replay
     in_flight    most replays launched and not collected
     stream       the replays' stream; None on a CPU
-    ranks        what is known of the engine's ranks
+    ranks        facts about the engine's ranks
 
     Records stay until `clear()`, also after the engine's `close()`. Only the engine calls the
     methods after `write`, and only while `recording`.
@@ -120,9 +121,9 @@ class Recorder:
         # Records whose replay is in flight, by sequence number; and a pair of events for each.
         self._launches = [(NEVER, NEVER)] * max(16, 4 * in_flight)
         self._timer: ReplayTimer | None = None
-        # Of launches whose device time is still to be read, oldest first: the pair of events, the
-        # number of the first record, and how many records they have. Times whose events have been
-        # used again are lost. `_timed` is the pair of the next launch.
+        # For each launch whose device time is still to be read, oldest first: its pair of events,
+        # the number of its first record, and how many records it has. If the events have been used
+        # again, the time is lost. `_timed` is the pair of the next launch.
         self._untimed: deque[tuple[int, int, int]] = deque()
         self._timed = 0
         self._times_device = True
@@ -147,7 +148,7 @@ class Recorder:
         self._replays, self._lane_ids, self._lane_tokens, self._finished = made
         self._untimed.clear()
 
-    # What a user calls.
+    # Methods for users.
 
     def start(
         self, capacity: int = 65536, *, requests: int = 4096, device_times: bool = True
@@ -288,7 +289,8 @@ class Recorder:
         return np.concatenate(found) if found else np.empty(0)
 
     def header(self) -> dict[str, Any]:
-        """The first line of a file: what was recorded, on what, and how much of it was kept.
+        """The first line of a file: a description of the recording, the device, and how many
+        records were kept.
 
         With several ranks, `ranks` has their `count`, the `option` that asks for them, the
         `seconds` and `steps` between starts and stops, and `waited_s`, for how long the driver's
@@ -334,7 +336,7 @@ class Recorder:
             for line in (self.header(), *self.rows()):
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
-    # What the engine calls, in the order of a step.
+    # Methods for the engine, in the order of a step.
 
     def planning(self) -> None:
         """The scheduler is about to plan."""

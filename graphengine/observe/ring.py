@@ -1,4 +1,4 @@
-"""What the recorder keeps: two types of records, and the ring that holds one of them."""
+"""The recorder's two types of records, and the ring that holds records of one type."""
 
 from __future__ import annotations
 

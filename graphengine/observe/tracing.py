@@ -1,4 +1,4 @@
-"""NVTX ranges: what a profiler shows of the engine in addition to CUDA's own calls.
+"""NVTX ranges, which a profiler shows in addition to CUDA's own calls.
 
 One domain, `graphengine`; the first part of a range's name is its category:
 

@@ -1,7 +1,7 @@
 """Commands as they travel between processes: the number of the kind, numbers, and bytes.
 
-A field travels as its type says. Only the types in the table below travel, and what arrives becomes
-a number, bytes, a path or block numbers: nothing of it is run.
+The type of a field decides its encoding. Only the types in the table below are sent. Received data
+becomes a number, bytes, a path or block numbers; none of it is executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from graphengine.core.commands import COMMANDS, Command, Data
 from graphengine.program.graph_key import GraphKey
 
-# How a field of a type becomes a command's data, and the field of them.
+# For each type: how a field is encoded to a command's data, and decoded again.
 _DATA: dict[Any, tuple[Callable[[Any], Data], Callable[[bytes], Any]]] = {
     Data: (lambda data: data, lambda data: data),
     str: (os.fsencode, os.fsdecode),
@@ -28,7 +28,7 @@ _NUMBERS = {int, bool, GraphKey}
 
 
 def _travelling(kind: type[Command]) -> tuple[Any, ...]:
-    """The types of a command's fields that travel: those without a default."""
+    """The types of a command's fields that are sent: fields without a default."""
     hints = get_type_hints(kind)
     types = tuple(hints[name] for name in kind._fields if name not in kind._field_defaults)
     assert {*types} <= _NUMBERS | {*_DATA}, f"{kind.__name__}: {types}"
@@ -67,7 +67,7 @@ class CommandCodec:
         return Encoded(kind, numbers, data)
 
     def decode(self, encoded: Encoded) -> Command:
-        """The command. IndexError for a kind or a graph that there is not."""
+        """The command. IndexError for an unknown kind or graph."""
         kind, numbers, data = encoded
         left = iter(numbers)
         values: list[Any] = []

@@ -170,7 +170,9 @@ class DriverRuntime(WatchedWaits, RankRuntime):
             self.ranks.wait_until_updated(nbytes)
 
     def save_memory(self, loaded: LoadedWeights, *, drop: bool) -> None:
-        """Copy the weights of all ranks to the host. RuntimeError, with what each rank lacks."""
+        """Copy the weights of all ranks to the host. RuntimeError if ranks lack memory, with the
+        amounts.
+        """
         self._change_memory(loaded, SaveMemory(drop))
 
     def release_memory(self, loaded: LoadedWeights, *, cache: bool) -> int:
@@ -178,15 +180,15 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         return self._change_memory(loaded, ReleaseMemory(cache))
 
     def restore_memory(self, loaded: LoadedWeights, *, cache: bool) -> None:
-        """Have the memory of all ranks again. RuntimeError, with what each rank lacks: those that
-        have theirs keep it, and the call can be repeated.
+        """Restore the memory of all ranks. RuntimeError if ranks lack memory, with the amounts.
+        Restored ranks keep theirs, and the call can be repeated.
         """
         self._change_memory(loaded, RestoreMemory(cache))
 
     def _change_memory(
         self, loaded: LoadedWeights, command: SaveMemory | ReleaseMemory | RestoreMemory
     ) -> int:
-        """The sum of the bytes that ranks say."""
+        """The sum of the bytes that ranks report."""
         assert loaded.memory is not None, "not opened with releasable=True"
         with self.ranks.explained():
             own = self.run(command)
@@ -203,7 +205,7 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         """SHA-256 of the device-owned state that all ranks share, for each rank, after all queued
         work is done.
 
-        The digests are equal, or something is wrong.
+        All digests must be equal.
         """
         with self.ranks.explained():
             return [self.run(DigestState()), *self.ranks.texts()]
@@ -226,8 +228,8 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         return self._fingerprints["model"]
 
     def _drafter_fingerprint(self) -> str:
-        """The fingerprint of the drafter's whole weights; of this rank's weights where they cannot
-        be read as they are from a checkpoint.
+        """The fingerprint of the drafter's whole weights, or of this rank's weights if the whole
+        ones cannot be read from a checkpoint.
         """
         drafted = self._contents.drafter.whole_weights(self._dtype)
         if drafted is None:
@@ -242,7 +244,7 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         return whole_fingerprint(weights, source, name, self.device)
 
     def close(self) -> None:
-        """End the other ranks, and free what this one holds. Nothing works afterwards."""
+        """End the other ranks, and free this rank's resources. No other call works afterwards."""
         if self.ranks.broken:
             # A replay may wait for ranks that are gone.
             self.ranks.close()

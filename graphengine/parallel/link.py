@@ -44,7 +44,7 @@ _TIME = (1 << _TIME_BITS) - 1
 
 
 class Stage(IntEnum):
-    """How far a rank is, or how far the driver lets all of them go."""
+    """A rank's stage of opening, or the stage up to which the driver lets all ranks go."""
 
     STARTING = 0
     JOINING = 1
@@ -114,7 +114,7 @@ class DriverEnd:
         self.sent = 0
 
     def has_room(self) -> bool:
-        """Whether every rank has done what the next command would overwrite."""
+        """Whether every rank has done the command that the next one would overwrite."""
         return self.sent - self.least_done() < self._views.entries
 
     def least_done(self) -> int:

@@ -28,7 +28,7 @@ class ProcessGroups:
     check   see `Rendezvous`
     tensor  the ranks that split this rank's layers, or its experts; None: it has them alone
     stages  the ranks of the other stages; None: there are none
-    all     the groups that there are
+    all     both groups, without those that are None
 
     Raises GroupError where a rank does not come; nothing is left open then.
     """

@@ -1,4 +1,4 @@
-"""The runtime of one rank of several: what the driver's rank and the others do alike."""
+"""The runtime of one rank of several: the code that the driver's rank and the others share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RankRuntime(Runtime):
     records    see `Runtime`
 
     state      this rank's shard of KV and states
-    temporary  the folder of the last update's tensors, if the driver has made it for that
+    temporary  the folder of the last update's tensors, if the driver made it only for the update
     """
 
     def __init__(
@@ -160,7 +160,9 @@ class RankRuntime(Runtime):
 
 
 def _told(work: Callable[[], object]) -> str:
-    """Do work that may lack memory, and say "0", or what it lacks: the rank goes on."""
+    """Do work that may lack memory. Reports "0" on success, else the missing memory; the rank goes
+    on either way.
+    """
     try:
         work()
     except RuntimeError as error:

@@ -31,10 +31,10 @@ from graphengine.parallel.worker import RankStart, run_rank
 
 # Longest wait for a rank that loads or captures longer than the driver.
 _LOAD_LIMIT_S = 600.0
-# Least rate at which any rank reads and rounds new weights; the driver has done its own part when
-# it begins to wait.
+# Least rate at which any rank reads and rounds new weights; when the driver begins to wait, it has
+# done its own part.
 _UPDATE_BYTES_PER_S = 2**27
-# Longest waits: for a rank to say why it failed, once others miss it, and for a rank to close.
+# Longest waits: for a rank's reason after others noticed its failure, and for a rank to close.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
 _LOOK_S = 0.5
@@ -50,7 +50,7 @@ them. That shows that they decode, and is slow."""
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, raised or stopped; the message has what it said itself."""
+    """A rank has ended, raised or stopped; the message includes the rank's own words."""
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
@@ -81,8 +81,8 @@ class Ranks:
     launched        whether torchrun has started the processes; else they are spawned
     broken          whether driver and ranks may disagree; then `close` ends the ranks without
                     asking them
-    before_waiting  called when the slowest rank has no room for a command: does the work that the
-                    driver has put off and ranks wait for
+    before_waiting  called when the slowest rank has no room for a command: does work that the
+                    driver has postponed and that ranks wait for
 
     ValueError, before anything is started, in a process that may have no children.
     """
@@ -105,7 +105,7 @@ class Ranks:
         self.rendezvous = str(self._folder / "rendezvous")
         self._devices = list(devices)
         self._processes: list[RankProcess] = []
-        # At the end of the program, this runs before multiprocessing waits for its children.
+        # At the end of the program this runs before multiprocessing waits for its children.
         atexit.register(self._kill)
         try:
             if launched:
@@ -276,7 +276,7 @@ class Ranks:
             raise RankFailed(reason) from error
 
     def _reason(self, error: BaseException) -> str | None:
-        """How a rank has caused this error; None: it has not."""
+        """The failure of a rank that caused this error; None: no rank caused it."""
         if not isinstance(error, Exception) or isinstance(error, RankFailed):
             return None
         about_ranks = any(isinstance(each, _ABOUT_RANKS) for each in _chain(error))

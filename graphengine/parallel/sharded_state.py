@@ -188,7 +188,7 @@ class ShardedState:
         return [heads.whole_shape((len(cache), *cache.shape[2:])) for cache, heads in pairs]
 
     def _blocks(self, count: int) -> list[Tensor]:
-        """So many blocks of each cache of this stage."""
+        """Empty tensors for `count` blocks of each cache of this stage."""
         pairs = zip(self._cache_shapes, self._runtime.caches, strict=True)
         return [
             torch.empty((layers, count, *block), dtype=cache.dtype)
@@ -196,7 +196,7 @@ class ShardedState:
         ]
 
     def _blocks_of_stages(self, count: int) -> list[list[Tensor]]:
-        """So many blocks of the target's cache of each stage."""
+        """Empty tensors for `count` blocks of the target's cache of each stage."""
         (_, *block), dtype = self._cache_shapes[0], self._runtime.caches[0][0].dtype
         return [[torch.empty((layers, count, *block), dtype=dtype)] for layers in self._paged]
 

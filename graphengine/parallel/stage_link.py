@@ -35,7 +35,7 @@ class StageLink:
         if group.torch_group is None:
             raise GroupError(f"{self.share.ranks} stages need a GPU each: they share one")
         self._most = in_flight
-        # Sends in flight, with their stages, and their tensors, which a CPU still reads.
+        # Sends in flight with their stages, and with their tensors, which a CPU still reads.
         self._sent: deque[tuple[Any, int, Tensor]] = deque()
 
     def receive(self, tensor: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 The process of rank 0 is the driver. The others never return from `from_pretrained`: they follow the
 driver until it closes the engine, and end. They read from torchrun's store where the driver's
-folder is and how many blocks it has. Each makes the rest of its plan like the driver, from the same
-checkpoint and options, and compares it with the driver's.
+folder is and how many blocks it has. Each makes the rest of its plan from the same checkpoint and
+options, as the driver does, and compares it with the driver's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphengine.parallel.process_handles import ForeignRank
 from graphengine.parallel.worker import RankStart, run_rank
 
 _STARTED = "TORCHELASTIC_RUN_ID"
-# Long, for programs that do other things first.
+# Long, as programs may do other things first.
 _LIMIT = timedelta(seconds=600)
 _LINK, _RENDEZVOUS = "link", "rendezvous"
 

@@ -67,7 +67,7 @@ def _packed(
 def _filled(
     linear: StoredLinear, checkpoint: Checkpoint, reader: Reader, device: torch.device
 ) -> AnyWeight:
-    """The weight of a packed linear, or of a plain one that the checkpoint stores in codes."""
+    """The weight of a packed linear, or of an unpacked one that the checkpoint stores in codes."""
     weight: AnyWeight
     if isinstance(linear.weight, Tensor):
         weight = torch.empty_like(linear.weight, device=device)

@@ -29,14 +29,15 @@ from graphengine.parallel.process_groups import ProcessGroups
 from graphengine.parallel.process_handles import is_running
 from graphengine.parallel.rank_runtime import RankRuntime
 
-# A rank on a GPU polls for its next command without a pause for so long, as a launch must not wait.
-# On a CPU it does not spin: the other ranks compute meanwhile.
+# How long a rank on a GPU polls for its next command without a pause, as a launch must not wait. On
+# a CPU it does not spin: the other ranks compute meanwhile.
 _SPIN_S = 2e-3
 # Pause between two polls afterwards; the longer one once no command has come for a while.
 _PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
 
-# How long a stage on a CPU waits for others. Its driver may be busy with other things, and itself
-# waits for stages no longer than the engine's limit. A process that is gone is noticed at once.
+# How long a stage on a CPU waits for others. The driver may be busy with other things, and the
+# driver itself waits for stages no longer than the engine's limit. A process that is gone is
+# noticed at once.
 _STAGE_LIMIT_S = 1e7
 _LONG_LOOK_S = 0.2
 """Seconds between two checks of the driver while the engine opens."""
@@ -112,7 +113,7 @@ def _described(error: BaseException) -> str:
 class WorkerRuntime(RankRuntime):
     """The runtime of a rank whose process is not the driver's.
 
-    end     tells the driver when this rank launched what
+    end     tells the driver when this rank launched each replay
     shared  memory that the driver maps; None where all requests are the driver's
     """
 
@@ -178,7 +179,7 @@ class _Worker:
     def fail(self, error: BaseException) -> NoReturn:
         """Leave the reason for the driver to read, and end the process at once.
 
-        If two threads fail, the first one does this, and the other one blocks.
+        If two threads fail, the first one does this, and the second blocks.
         """
         self._failing.acquire()
         when = time.monotonic_ns()

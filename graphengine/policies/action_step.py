@@ -1,11 +1,11 @@
-"""What one replay of a policy does: prefix and state once, then all denoising steps.
+"""One replay of a policy: prefix and state once, then all denoising steps.
 
 The prefix runs through the language model as one chunk whose positions all see each other, and
-leaves its KV. The state is one position behind it, which sees the prefix and itself; its KV does
-not depend on the denoising step, so it is computed once. Then the M actions run through the expert
-once a step, at the positions behind the state: they see the prefix, the state and each other, and
-overwrite the KV of the step before (Black et al. 2024, "pi0: A Vision-Language-Action Flow Model
-for General Robot Control").
+leaves its KV. The state is one position after the prefix and sees the prefix and itself. Its KV
+does not depend on the denoising step, so it is computed once. Then the M actions run through the
+expert once a step, at the positions after the state: they see the prefix, the state and each other,
+and overwrite the KV of the step before (Black et al. 2024, "pi0: A Vision-Language-Action Flow
+Model for General Robot Control").
 
 Letters: T positions of the prefix's bucket, M actions of a chunk, D values of an action, S values
 of a state, H width of the expert, W width of the language model, B blocks of KV.
@@ -122,7 +122,7 @@ class ActionStep:
         self._launch = Launch(arrivals=buffers["arrivals"])
 
     def _embedded_times(self) -> list[Tensor]:
-        """What each step's time adds to `joined`, [H] in the weights' dtype."""
+        """The addition of each step's time to `joined`, [H] in the weights' dtype."""
         H, (shortest, longest) = self.config.expert.hidden_size, self.config.periods
         joined, device = self.weights.joined, self.buffers.device
         fraction = torch.linspace(0.0, 1.0, H // 2, dtype=torch.float32)
@@ -151,7 +151,7 @@ class ActionStep:
                 x,
                 self._velocity(rounded, row, lanes, attention),
                 dt=self.dt,
-                # The last step ends at 0, whatever its times add up to.
+                # The last step ends exactly at 0, whatever rounding the sum of times has.
                 time=[*self.times, 0.0][step + 1],
                 noise_MD=noise,
                 fixed_MD=buffers["fixed"],

@@ -43,7 +43,7 @@ def denoiser_linears(config: PolicyConfig) -> Linears:
 
 
 def denoiser_plans(config: PolicyConfig, dtype: torch.dtype, device: torch.device) -> LinearPlans:
-    """How each of these products is cut."""
+    """The plan of each of these products."""
     return choose_plans(denoiser_linears(config), dtype, "dot", device)[0]
 
 
@@ -72,7 +72,7 @@ class Denoiser:
         self.config, self.weights, self.expert = config, weights, expert
         self.launch = DecodeLaunch(
             plans=plans,
-            # Of decode attention, which a chunk does not have.
+            # A size for decode attention, which a chunk does not use.
             split_tokens=0,
             arrivals=arrivals,
             pdl=overlaps_launches(arrivals.device),
@@ -87,7 +87,7 @@ class Denoiser:
     ) -> Tensor:
         """New [M, D]: the velocity of each action.
 
-        joined  what actions and time give together, before the product that mixes them
+        joined  the projections of actions and time together, before the product that mixes them
         states  of prefix and expert; receives the actions' keys and values
         """
         launch, eps = self.launch, self.config.expert.norm_eps

@@ -163,7 +163,7 @@ class Policy:
     ) -> Tensor:
         """Denoise one chunk of actions.
 
-        prefix  what the policy sees: text, token ids, embeddings [n, W] of floating point on any
+        prefix  the policy's input: text, token ids, embeddings [n, W] of floating point on any
                 device, or `PromptParts` of them. Embeddings are those of transformers'
                 `embed_prefix`: of images after the projector, and in the place of `embed_tokens`.
                 All positions see each other
@@ -180,8 +180,8 @@ class Policy:
         a copy to the host waits for it.
 
         ValueError, with the numbers, for arguments that do not fit, or that are not finite in the
-        policy's dtype; then nothing is computed. Embeddings on a GPU are not looked at: if they are
-        not finite, no action is.
+        policy's dtype; then nothing is computed. Embeddings on a GPU are not checked: if they are
+        not finite, no action is finite.
         """
         self._require_open()
         tokens, rows = self._read_prefix(prefix)
@@ -199,7 +199,8 @@ class Policy:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for first, part in rows:
                 self._buffers["embeds"][first : first + len(part)].copy_(part, non_blocking=True)
-            # Before the load: whatever raises from here on, the next call may use its block again.
+            # Set before the load: if anything raises from here on, the next call may use the block
+            # again.
             self._launched += 1
             self._buffers.load(
                 {
@@ -255,7 +256,7 @@ class Policy:
         return torch.cuda.stream(self._stream)
 
     def _finish_last(self) -> None:
-        """Wait for the last replay, which reads what the next load overwrites."""
+        """Wait for the last replay, whose inputs the next load overwrites."""
         if self._stream is not None:
             self._stream.synchronize()
         self._buffers.acknowledge(self._launched)
@@ -298,7 +299,9 @@ class Policy:
         )
 
     def _checked_embeds(self, part: Tensor) -> Tensor:
-        """Embeddings without their history. Those on a GPU are not looked at, which would wait."""
+        """Embeddings without autograd history. On a GPU their values are not checked, as that would
+        wait.
+        """
         check_embeds(part, self.config.prefix.hidden_size)
         return rows_on_host(part, self.dtype) if part.device.type == "cpu" else part.detach()
 

@@ -17,8 +17,8 @@ from graphengine.program.launch_lists import describe_launches
 
 
 def policy_rows(config: PolicyConfig, tokens: int, dtype: torch.dtype) -> list[OpRow]:
-    """The launches of a chunk after a prefix of so many positions, on an H200; products of torch
-    are not among them.
+    """The launches of a chunk after a prefix of `tokens` positions, on an H200; torch's products
+    are left out.
     """
     device = torch.device("meta")
     weights = PolicyWeights.allocate(config, device="meta", dtype=dtype)

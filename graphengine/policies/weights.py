@@ -1,8 +1,8 @@
 """A policy's weights, and the names that they have in checkpoints.
 
 transformers saves the names of the published files (`paligemma_with_expert.`...); its own modules
-have others (`model.vlm.`...). Both are read. The vision tower and its projector are left out: their
-output is what a caller gives as embeddings.
+have others (`model.vlm.`...). Both are read. The vision tower and its projector are left out: the
+caller gives their output as embeddings.
 
 Letters: H width of the expert, D values of an action, S values of a state.
 """
@@ -28,14 +28,15 @@ from graphengine.options.checks import some
 log = logging.getLogger(__name__)
 
 _EMBEDDING = "embed_tokens.weight"
-# What a name begins with in the files, and here. The first that fits counts.
+# Beginnings of names in the files, and the ones used here. The first that fits counts.
 _PREFIXES = (
     (r"paligemma_with_expert\.paligemma\.lm_head\.weight", f"prefix.{_EMBEDDING}"),
     (r"(paligemma_with_expert\.paligemma\.model|vlm)\.language_model\.(model\.)?", "prefix."),
     (r"(paligemma_with_expert\.gemma_expert\.model|dit)\.", "expert."),
     (r"(embed_action_time\.)?(?=state_proj|action_in_proj|action_time_mlp_|action_out_proj)", ""),
 )
-# Tensors that no action depends on as the model gives it; LeRobot's statistics are the caller's.
+# Tensors that the model's actions do not depend on. Normalising with LeRobot's statistics is up to
+# the caller.
 _BESIDE = re.compile(
     r"(paligemma_with_expert\.paligemma\.model|vlm)\.(vision_tower|multi_modal_projector)\..*|"
     r"paligemma_with_expert\.gemma_expert\.lm_head\.weight|expert\.embed_tokens\.weight|"
@@ -61,7 +62,7 @@ class PolicyWeights:
     state           the state's embedding, [H, S]
     action          the actions' embedding, [H, D]
     joined          reads the embeddings of actions and of time beside each other, [H, 2 * H]
-    mixed           makes the expert's input of that, [H, H]
+    mixed           computes the expert's input from the result, [H, H]
     velocity        reads the expert's output, [D, H]
     """
 

@@ -62,7 +62,7 @@ class Exchange:
         """Send `sent[i]` to rank i, and receive rank i's bytes into `received[i]`; all tensors are
         dense and of one size.
 
-        name  what the exchange is for, in messages
+        name  the purpose of the exchange, for messages
 
         Raises GroupError where a rank is gone, does not come within the limit, or is at another
         exchange. Only `close` may be called after that.
@@ -131,7 +131,7 @@ class Exchange:
                     (rank,) = _RANK.unpack(greeting)
                     self._peers[rank] = _Peer(rank, connection)
                 else:
-                    # That rank is gone already.
+                    # The other rank is gone already.
                     connection.close()
             os.unlink(f"{name}-{own}")
 
@@ -173,8 +173,8 @@ class _Peer:
         self._arriving = [memoryview(self._header), received]
 
     def advance(self) -> bool:
-        """Send and receive what is possible without waiting; returns whether all is done. OSError
-        where the rank is gone.
+        """Send and receive as much as possible without waiting; returns whether all is done.
+        OSError where the rank is gone.
         """
         try:
             self._send()
@@ -231,7 +231,7 @@ def _poll(peers: Sequence[_Peer], seconds: float) -> None:
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers after this many bytes."""
+    """The rest of the buffers after this many bytes."""
     left = []
     for buffer in buffers:
         taken = min(count, len(buffer))

@@ -1,7 +1,7 @@
 """GPU memory of all ranks of one host, mapped by each of them, so that kernels can push into it.
 
 Ranks exchange handles at their rendezvous, and agree whether mapping worked: if one rank cannot map
-another's memory, all ranks do without.
+another's memory, no rank uses mapped memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PeerMemory:
         self.tensors = PeerTensors.over(share.rank, layout, words, addresses, watch)
 
     def leave(self) -> None:
-        """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
+        """Wait for queued work, then unmap the others' memory: no kernel may use it again."""
         self.tensors = None
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)

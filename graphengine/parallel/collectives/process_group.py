@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 # Torch starts a watchdog thread for each NCCL group, unless these are "0" in the environment. It
-# ends the process where NCCL waits for long or has failed, and polls the store for what other ranks
-# report of that. Here the store's file is removed once all ranks have joined, and ranks report
+# ends the process when NCCL waits for long or has failed, and polls the store for such reports of
+# other ranks. Here the store's file is removed once all ranks have joined, and ranks report
 # failures in another way.
 _WATCHERS = (
     "TORCH_NCCL_ENABLE_MONITORING",

@@ -19,7 +19,7 @@ PAUSE_S = 2e-3
 
 
 class GroupError(RuntimeError):
-    """A rank is gone, did not come in time, or does something else than the others."""
+    """A rank is gone, did not come in time, or is at another step than the others."""
 
 
 class Rendezvous:

@@ -4,8 +4,8 @@ Each rank has a scheduler, like an engine of one rank. All ranks step together, 
 expert inputs and outputs in each layer: every rank replays each graph that any rank needs, and a
 rank without work for a graph replays it with every lane padded.
 
-A prefill chunk takes the graph of its own size and kind, whatever graphs the other ranks' chunks
-take, as its bits may depend on it: a step has one prefill launch per distinct graph. A decode takes
+A prefill chunk always takes the graph of its own size and kind, as its bits may depend on the
+graph. So a step has one prefill launch for each distinct graph of the ranks' chunks. A decode takes
 the largest bucket that any rank needs, and the full sampler if one needs it.
 """
 
@@ -38,7 +38,7 @@ def _counts(core: DataParallelCore, plans: Plans) -> tuple[int, int]:
 
 
 class RankState:
-    """What the core tracks of a rank while it steps it.
+    """The core's record of a rank.
 
     rows  requests in the rows that the rank's decode graph was last loaded with
     fed   whether a chunk is loaded for the rank's prefill graphs

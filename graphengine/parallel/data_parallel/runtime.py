@@ -1,7 +1,7 @@
 """The driver's view of the runtimes of ranks that have requests of their own.
 
-Each rank is told what its own slots hold, and all ranks are told which graph is next. A rank
-publishes its requests' tokens into a mailbox that the driver maps.
+The driver sends each rank the contents of its own slots, and tells all ranks which graph is next. A
+rank publishes its requests' tokens into a mailbox that the driver maps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DataParallelRuntime(DriverRuntime):
         )
 
     def _send(self, command: Command) -> None:
-        """Send a command to all other ranks, unless it is about the requests of rank 0."""
+        """Send a command to all other ranks, unless it concerns the requests of rank 0."""
         if not isinstance(command, OfSlots):
             super()._send(command)
 
@@ -74,7 +74,7 @@ class DataParallelRuntime(DriverRuntime):
             each.buffers.acknowledge(sequence)
 
     def close(self) -> None:
-        """End the other ranks, and free what this one holds. Nothing works afterwards."""
+        """End the other ranks, and free this rank's resources. No other call works afterwards."""
         super().close()
         for each in self.others:
             each.close()
@@ -106,8 +106,8 @@ class RemoteRank(SlotOperations, WatchedWaits):
         self.masks = MaskTable(self.buffers, host_drafts=self._host_drafts)
         self._drafts, self._waits = shared.drafts, shared.watch.numpy()
         self._share = Share(rank, config.ranks)
-        # The commands that asked for drafts which have not arrived, oldest first: the replay
-        # before each, and its number.
+        # For each command that asked for drafts which have not arrived, oldest first: the replay
+        # before it, and the command's number.
         self._asked: deque[tuple[int, int]] = deque()
         records = new_records(config, memory, shared.mailboxes)
         self.mailbox, self.logprobs, self.routing = records[:3]

@@ -1,5 +1,5 @@
 """The memory of another rank that the driver maps: the rank's mailboxes, its drafts, and a flag
-for having waited in vain.
+that says that the rank has waited in vain.
 """
 
 from __future__ import annotations
