@@ -1,4 +1,4 @@
-"""What was given on a command line, as options of an engine and of its requests."""
+"""Turns the arguments of a command line into options of an engine and of its requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`graphengine`: generate, chat, check a machine, see what an engine would hold, measure, tune.
 
-What a command runs is imported when it runs: `--version`, `--help` and errors of arguments do not
-wait for torch.
+A command's code is imported when it runs: `--version`, `--help` and errors of arguments do not wait
+for torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphengine.cli.parser import CommandParser
 class Command(NamedTuple):
     """A command `x`, which is the function `x` of the module `commands.x`.
 
-    about  what `--help` says of it
+    about  its text in `--help`
     add    adds its options to a parser
     usage  the arguments as an error shows them: all options would hide the error
     """
@@ -77,7 +77,7 @@ COMMANDS_ABOVE = {
     "report": "Show where the time between tokens goes, from a recording or a trace.",
     "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
 }
-"""Commands whose code lies above this folder, and what `--help` says of them.
+"""Commands whose code lies above this folder, and their texts in `--help`.
 
 Command `x` is the function `x(options)` of the module `x` of `FOLDER_ABOVE`; its options are the
 `add_arguments(parser)` of the module `flags.x` there. This is the one place here that names
@@ -115,7 +115,7 @@ def _run_command(arguments: Sequence[str]) -> int:
         # The reader of the output may be gone, or the disk full; here it can still be reported.
         sys.stdout.flush()
     except BrokenPipeError:
-        # `head` closes the pipe early. The interpreter must have nothing to flush at exit.
+        # `head` closes the pipe early. Then the interpreter must have nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:

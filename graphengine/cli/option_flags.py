@@ -1,7 +1,7 @@
-"""A table of options as flags of a command line, and what was given there.
+"""A table of options as flags of a command line, and the options that were given there.
 
-`FlagFacts` are what a command line needs to know of a row. The facts of the tables of engines and
-requests are in `flags.json`, too, which `option_files.py` writes: a table imports torch, and
+`FlagFacts` hold the facts about a row that a command line needs. The facts of the tables of engines
+and requests are in `flags.json`, too, which `option_files.py` writes: a table imports torch, and
 neither `--help` nor a typing error should take seconds.
 """
 
@@ -20,7 +20,7 @@ from graphengine.options.table import Flag, Row, rows
 
 FILE = Path(__file__).with_name("flags.json")
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
-# None, where it was given: otherwise it stands for what was not.
+# Stands for None where the user gave it, as a plain None means that the flag was not given.
 _NONE = object()
 
 
@@ -32,15 +32,15 @@ class TakesFlags(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlagFacts:
-    """What a command line knows of an option that has a flag.
+    """Facts about an option that has a flag.
 
     name      of the option
     flag      its name on a command line, without the dashes
-    help      its text there, as a user sees it
+    help      its text in `--help`
     kind      "int", "float", "str" or "bool"
     choices   of its values; empty: not limited
     negated   it has a `--no-` form, too
-    value     what a flag without a value stands for
+    value     the value that a flag without a value stands for
     parse     reads a value from text: a function, or `module:function`; None: the kind says how
     default   the command's default where the flag is not given
     many      it may be repeated

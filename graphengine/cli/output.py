@@ -1,4 +1,4 @@
-"""What commands print of a result."""
+"""Prints results for commands."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _MODELS = ("--checkpoint", "--shape")
-"""The options that a word alone may be meant for."""
+"""Options that a user may have meant by a single word."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -51,7 +51,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, left
 
     def _instead_of(self, word: str) -> str:
-        """What to type in place of a word that no option takes."""
+        """A hint at what to type in place of a word that no option takes."""
         models = [each for each in _MODELS if each in self._option_string_actions]
         meant = " or ".join(f"{each} {shlex.quote(word)}" for each in models)
         return f": did you mean {meant}?" if meant else ""

@@ -1,4 +1,4 @@
-"""What torch's allocator holds on the current device: segments, their pools, and their blocks."""
+"""The memory that torch's allocator holds on the current device: segments, pools and blocks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Frees:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is freed in the block. This ends a recording of the program's own.
+        """Record the blocks freed in the `with` block. This ends a recording of the program's own.
 
         Nothing is recorded in a process that does not use CUDA.
         """
@@ -113,7 +113,7 @@ class Frees:
 
 
 def _events() -> list[dict[str, Any]]:
-    """What the allocator of the current device has recorded."""
+    """The events that the allocator of the current device has recorded."""
     traces = torch.cuda.memory._snapshot()["device_traces"]
     return list(traces[torch.cuda.current_device()])
 

@@ -23,7 +23,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def hide_frame(error: pytest.ExceptionInfo[BaseException]) -> bool:
-    """The `__tracebackhide__` of the checks' modules: a fault is shown at the test's own line.
+    """The `__tracebackhide__` of the checks' modules: pytest shows a fault at the test's own line.
 
     Other errors keep all their frames.
     """

@@ -28,7 +28,9 @@ _MOST_SHOWN = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instruction:
-    """One instruction. `target` is the label of a branch, `always` that no predicate guards it."""
+    """One instruction. `target` is the label of a branch; `always` says that no predicate guards
+    it.
+    """
 
     kind: Kind
     line: int

@@ -17,7 +17,7 @@ import pytest
 from graphengine.testing.snapshots.golden import FOLDER, GoldenFiles
 
 _GOLDEN = pytest.StashKey[GoldenFiles]()
-# The key under which a worker of pytest-xdist sends what it knows to the process that reports.
+# The key under which a worker of pytest-xdist sends its findings to the reporting process.
 _OF_WORKER = "graphengine_golden_files"
 
 

@@ -58,7 +58,7 @@ def chat(options: argparse.Namespace) -> int:
 class Conversation:
     """Messages, and a session that keeps their KV.
 
-    A turn prefills what the chat template has changed or added since the one before.
+    A turn prefills only tokens that the chat template has changed or added since the turn before.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Conversation:
     def reply(self, line: str, say: Callable[[str], None]) -> tuple[Result, dict[str, Any]]:
         """The reply to a line, and its summary; `say` gets its text as it comes.
 
-        Ctrl-C cancels it, and it stays as far as it has come. ValueError for a turn that cannot be
+        Ctrl-C cancels the reply; the part that was said stays. ValueError for a turn that cannot be
         served, which leaves the conversation as it was.
         """
         engine, before = self._engine, Counter(self._engine.counters)
@@ -123,7 +123,7 @@ class Conversation:
 
 
 class ChatOutput:
-    """What a user sees, or, with `json`, an object for each line of input."""
+    """The output for a user or, with `json`, an object for each line of input."""
 
     def __init__(self, json: bool) -> None:
         self._json = json
@@ -148,7 +148,7 @@ class ChatOutput:
             print(f"({result.finish_reason})")
 
     def notice(self, text: str) -> None:
-        """Print what a command has done."""
+        """Print the result of a command."""
         shown = json.dumps({"notice": text}) if self._json else fit(text, columns())
         print(shown, flush=True)
 
@@ -183,7 +183,7 @@ def converse(conversation: Conversation, lines: Iterable[str], output: ChatOutpu
 
 
 def _command(conversation: Conversation, line: str) -> str:
-    """Run a command and return what it has done. ValueError if it is unknown, or fails."""
+    """Run a command and return a text about its result. ValueError if it is unknown, or fails."""
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     if name == "/help":
@@ -205,7 +205,7 @@ def _command(conversation: Conversation, line: str) -> str:
 def interrupts() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C in the block sets; the second one is a KeyboardInterrupt.
 
-    So a reply ends as a cancelled request, and what it has said is kept. For the main thread.
+    So a reply ends as a cancelled request, and its text so far is kept. For the main thread.
     """
     interrupted = threading.Event()
 

@@ -18,7 +18,9 @@ _REMEDY = "->"
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found; 0: an engine runs on the best device here, 1: something is broken."""
+    """Print the findings; returns 0 if an engine runs on the best device here, 1 if something is
+    broken.
+    """
     machine = read_machine(__version__, READ_VERSIONS)
     findings = examine(machine)
     broken, summary = problems(findings), verdict(findings, machine)
@@ -34,7 +36,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Groups of findings in aligned lines; problems and remedies are below what they are about."""
+    """Groups of findings in aligned lines; problems and remedies come below their finding."""
     names = max(len(finding.name) for finding in findings)
     for number, (group, members) in enumerate(groupby(findings, lambda each: each.group)):
         if number:

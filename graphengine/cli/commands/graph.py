@@ -1,8 +1,8 @@
 """`graphengine graph`: an engine's captured graphs as files, and the differences of two dumps.
 
 A dump is a folder: a JSON file for each graph, and `index.json` with the name of each graph's file,
-the engine's configuration, and the device and versions of the capture. The detail of a kernel is
-what it reads: weights by name, and the KV of a layer. Two dumps, from two commits or two
+the engine's configuration, and the device and versions of the capture. The detail of a kernel names
+its inputs: weights by name, and the KV of a layer. Two dumps, from two commits or two
 configurations, can be compared on any machine.
 """
 
@@ -45,7 +45,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """The graphs of one engine by name, and what is known about it, by dotted name."""
+    """The graphs of one engine by name, and facts about it by dotted name."""
 
     graphs: dict[str, GraphStructure]
     facts: dict[str, Any]
@@ -193,9 +193,10 @@ def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
 
 
 def name_reads(structure: GraphStructure, rows: Sequence[OpRow]) -> GraphStructure:
-    """A copy in which the detail of each kernel is what it reads, by the launches of the step.
+    """A copy in which the detail of each kernel names its inputs, taken from the launches of the
+    step.
 
-    The same graph where its kernels are not those of the launches.
+    Returns the graph itself if its kernels do not match the launches.
     """
     kernels = [node for node in structure.nodes if node.kind == "kernel"]
     try:
@@ -229,7 +230,7 @@ def write_dump(made: Dump, folder: Path, *, drawing: str | None = None) -> None:
 
 
 def read_dump(folder: Path) -> Dump:
-    """Read what `write_dump` wrote; ValueError, with the path, for anything else."""
+    """Read a folder that `write_dump` wrote; ValueError, with the path, for anything else."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -294,7 +295,7 @@ def diff_dumps(
 def _equally_named(
     old: GraphStructure, new: GraphStructure
 ) -> tuple[GraphStructure, GraphStructure]:
-    """Return both graphs, without what their kernels read unless both tell it."""
+    """Return both graphs; details of kernels' inputs are dropped unless both have them."""
     pair = (old, new)
     if all(any(node.kind == "kernel" and node.detail for node in each.nodes) for each in pair):
         return pair

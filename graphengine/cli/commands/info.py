@@ -1,4 +1,4 @@
-"""`graphengine info`: what an engine would allocate and capture."""
+"""`graphengine info`: the memory and graphs that an engine would allocate and capture."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from graphengine.speculative import describe
 
 
 def _frame(inner: FrameCoder | None) -> dict[str, Any]:
-    """Codes of a frame, and of a codebook; nothing of models that emit tokens."""
+    """The numbers of codes of a frame and of a codebook; empty for models that emit tokens."""
     return {} if inner is None else {"frame_codes": inner.steps, "codebook": inner.codes}
 
 
 def info(options: argparse.Namespace) -> None:
-    """Show what would be allocated and captured, by each rank, or by one of each stage; allocate
-    and capture nothing.
+    """Show the memory and graphs of each rank, or of one rank of each stage, without allocating or
+    capturing anything.
     """
     config = EngineConfig(**read_engine_options(options))
     contents = read_checkpoint(options.checkpoint, config, Share(0, config.ranks))

@@ -1,4 +1,4 @@
-"""`graphengine ops`: what the steps of an engine launch, kernel by kernel."""
+"""`graphengine ops`: the launches of an engine's steps, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphengine.program.graph_key import GraphKey
 
 
 def ops(options: argparse.Namespace) -> None:
-    """Print the launches of each graph's step; none is made."""
+    """Print the launches of each graph's step, without launching any."""
     ranks = EngineConfig(**read_engine_options(options)).ranks
     if ranks > 1:
         raise ValueError(f"ops shows what one GPU launches, and {ranks} ranks were asked for")

@@ -17,7 +17,7 @@ from graphengine.testing.tensors import Buffers, describe, named_tensors, span
 
 __tracebackhide__ = hide_frame
 
-# Size of a parameter that can only be an address, or a number that looks like none.
+# Size of a parameter that is an address, or a number that cannot be taken for an address.
 _POINTER_BYTES = 8
 
 
@@ -85,7 +85,7 @@ class DanglingCheck:
             self.check()
 
     def _change(self, held: _Held, segments: Sequence[Segment]) -> str:
-        """What has become of the block; "" if it is as it was."""
+        """A text about a change of the block; "" if it is unchanged."""
         if (place := self._frees.places.get(held.block.address)) is not None:
             return f"freed at {place}" if place else "freed"
         segment = find(segments, held.address)

@@ -22,7 +22,7 @@ _UNKNOWN = "whether kernels hold numbers of the host"
 # Captures before the change: words in which these differ are ignored.
 _CAPTURES = 3
 _WORD = 8
-# Size of an empty function object of C++, which is passed with the byte that happens to be there.
+# Size of an empty function object of C++, which is passed as one byte of undefined contents.
 _EMPTY_BYTES = 1
 
 Capture = Callable[[Callable[[], object]], Launches]
@@ -34,7 +34,7 @@ def assert_no_host_scalars(
     *,
     capture: Capture | None = None,
 ) -> None:
-    """GraphCheckError if what `change` changes on the host would be frozen in a graph of `step`.
+    """GraphCheckError if host state that `change` changes would be frozen in a graph of `step`.
 
     `change` does to the host's state what the program does between two steps: the next position,
     another temperature, other lengths. The step is captured three times before and once after it. A
@@ -42,7 +42,7 @@ def assert_no_host_scalars(
     that no replay will see: the message names the kernel, the parameter and both values. Give such
     a number to the kernel in a tensor.
 
-    What differs between the first captures (addresses of temporaries, unused bytes) is ignored, so
+    Differences between the first captures (addresses of temporaries, unused bytes) are ignored, so
     a number in the same 8 bytes as one of these is not seen. Parameters of one byte are ignored,
     too: they are empty function objects in C++. Addresses that only the change exchanges are
     reported: the graph would keep the old one.
@@ -54,7 +54,7 @@ def assert_no_host_scalars(
     require_callable("step", step)
     require_callable("change", change)
     record = _capture if capture is None else capture
-    # All are kept until the end, so that none takes the memory of another.
+    # All captures are kept until the end, so that none takes the memory of another.
     graphs = [record(step) for _ in range(_CAPTURES)]
     run_and_wait(change)
     graphs.append(record(step))
@@ -90,7 +90,7 @@ def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def _differences(
     before: Sequence[Sequence[KernelLaunch]], after: Sequence[KernelLaunch]
 ) -> list[str]:
-    """What differs in `after`, leaving out the words that differ within `before`."""
+    """The differences of `after`, leaving out words that differ within `before`."""
     found = []
     for *old, new in zip_longest(*before, after):
         known = [launch for launch in (*old, new) if launch is not None]

@@ -1,4 +1,4 @@
-"""Checks of what must hold for every graph: addresses, random numbers, kinds of nodes."""
+"""Checks of properties of every graph: addresses, random numbers, kinds of nodes."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def assert_pointers_stable(buffers: Buffers | Callable[[], Buffers]) -> PointerC
     `buffers` is read again each time. A function is called again and names the tensors that the
     program uses now, so a tensor that was replaced is seen (`runner.x = torch.zeros(8)`). It is
     also seen in a module, in StaticBuffers and in the dictionary in which the program itself keeps
-    its tensors. A dictionary made for this call holds on to the old tensors: there, only what
-    changes these is seen, such as `x.data = ...`, `x.resize_()` or `x.t_()`.
+    its tensors. A dictionary made for this call keeps the old tensors: then only changes of these
+    are seen, such as `x.data = ...`, `x.resize_()` or `x.t_()`.
 
     The old memory is kept as long as the returned object, so that nothing else gets its address.
     """
@@ -107,17 +107,18 @@ def assert_rng_advances(
     fixed: bool = False,
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> None:
-    """GraphCheckError if two replays leave the same values in `output`; with `fixed`, if not.
+    """GraphCheckError if two replays leave the same values in `output`; with `fixed`, if they
+    differ.
 
     `replay` writes its random numbers, or what was drawn from them, into `output`. If state must be
     restored so that only the random numbers differ, `replay` does it. Use `fixed` for a step whose
     seed is a constant input. Both replays have effects: torch's generators have advanced when this
     returns, and `output` holds the second replay's values.
 
-    `generators`, by name, are those that the step draws from: each must advance with each replay.
-    One of your own stands still if it was not registered with the graph and its seed and offset
-    went into a kernel as numbers, if the step draws from torch's default generator instead, or if
-    the graph is launched past `CUDAGraph.replay`, which is what moves the offsets.
+    `generators`, by name, are those that the step draws from: each must advance with each replay. A
+    generator of your own stands still if it was not registered with the graph and its seed and
+    offset went into a kernel as numbers, if the step draws from torch's default generator instead,
+    or if the graph is launched past `CUDAGraph.replay`, which is what moves the offsets.
     """
     require_callable("replay", replay)
     require_tensor("the output", output)

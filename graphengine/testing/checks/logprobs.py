@@ -70,8 +70,9 @@ def logprob_agreement(
 
     The mode of the log-probabilities is that of `params` or the engine: with "sampled_logprobs" the
     model's logits are divided by the temperature first. ValueError for parameters whose effect on
-    the logits the model does not know: penalties, bans and biases but with "raw_logprobs", filters
-    and min_tokens with "sampled_logprobs"; and where there is nothing to compare.
+    the logits the model does not know: penalties, bans and biases, except with "raw_logprobs";
+    filters and min_tokens with "sampled_logprobs". Also ValueError where there is nothing to
+    compare.
 
     The gaps are those of whole models: they do not tell which layer, or which kind of layer, a
     difference comes from, since an engine keeps no hidden states while it decodes. For prompts, an
@@ -122,7 +123,9 @@ def logprob_agreement(
 
 
 def _temperature(params: Any, mode: str) -> float:
-    """What the model's logits are divided by; ValueError for what it cannot know."""
+    """The divisor of the model's logits; ValueError for parameters whose effect the model cannot
+    know.
+    """
     changed = {} if mode == "raw_logprobs" else _CHANGES
     if mode == "sampled_logprobs" and params.min_tokens:
         changed = {**changed, "min_tokens": 0}

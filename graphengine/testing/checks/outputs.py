@@ -26,7 +26,7 @@ from graphengine.testing.tensors import (
 __tracebackhide__ = hide_frame
 
 # The two differ in every dtype, bool included: an element that keeps both was not written. The
-# second is finite, because a sum with NaN or an infinity leaves these as they were.
+# second is finite, because adding to a NaN or an infinity leaves it unchanged.
 _TWO = (POISONS[0], Poison(name="-1", floating=-1.0, integer=-1))
 
 _SEED = 0
@@ -43,9 +43,9 @@ def assert_outputs_written(
 
     A warm-up has left the right values in the outputs, so a graph that writes nothing still looks
     right. Here they are overwritten with NaN (integers: the largest) before one replay and with -1
-    before another. An element that still has both poisons was not written. One that differs between
-    the replays was computed from what had been there, as by `atomic_add` into memory that is not
-    zeroed.
+    before another. An element that still has both poisons was not written. An element that differs
+    between the replays was computed from its old contents, as by `atomic_add` into memory that is
+    not zeroed.
 
     state    other tensors that a replay changes; restored before each replay, as are torch's
              random numbers. Leave out inputs that stay as they are.

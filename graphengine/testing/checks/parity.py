@@ -68,11 +68,11 @@ def assert_replay_matches_eager(
     `fill(seed, live)` writes the inputs, in place, and everything else that the step reads: a
     Python number that is frozen in the graph shows when it changes between two seeds. By default,
     floating-point tensors are drawn from a normal distribution. Which integers are valid only the
-    caller knows: `draw` gives a range for each buffer of integers (or bools), as in
-    `draw={"ids": range(vocabulary), "tokens": None}`. None leaves a buffer as it is, for what is
-    constant or only written: a graph that reads a copy of it is not seen. In `StaticBuffers`, the
-    lanes of host-owned fields from `live` on get the pad value. In both runs torch's random numbers
-    start from the seed.
+    caller knows: `draw` gives a range for each buffer of integers (or bools), as in `draw={"ids":
+    range(vocabulary), "tokens": None}`. None leaves a buffer as it is, for buffers that are
+    constant or only written: a graph that reads a copy of such a buffer is not noticed. In
+    `StaticBuffers`, the lanes of host-owned fields from `live` on get the pad value. In both runs
+    torch's random numbers start from the seed.
 
     Bits are compared unless `rtol` or `atol` allow a difference (see `torch.isclose`); a NaN equals
     one with the same bits. ValueError if there is nothing to compare, if the step returns tensors
@@ -159,7 +159,7 @@ def _compare_once(
         restore(tensors, filled)
     torch.manual_seed(seed)
     actual_returned = returned_tensors(run_and_wait(replay))
-    # A step that writes into buffers may return them by the way; the graph's side decides.
+    # A step that writes into buffers may also return them; the graph's side decides.
     if actual_returned:
         if actual_returned.keys() != expected_returned.keys():
             raise ValueError(

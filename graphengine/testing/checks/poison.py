@@ -86,11 +86,10 @@ def poison_padding(
     that is not part of one. Torch's random numbers start from the same seed each time.
 
     ValueError if the first two calls differ: state that `run` changes has to be among the buffers.
-    GraphCheckError if it writes nothing outside the padding, as an empty graph does. Where the
-    first call changes nothing, since all results are in their place already, each buffer of
-    floating-point numbers is spoilt in its last bits, until a call writes one anew. Integers may be
-    indices and are not spoilt: for a step that writes nothing else, let its outputs hold something
-    else beforehand.
+    GraphCheckError if it writes nothing outside the padding, as an empty graph does. If the first
+    call changes nothing because all results are already in place, the last bits of each
+    floating-point buffer are flipped, until a call writes one anew. Integers may be indices and are
+    not flipped: for a step that writes only integers, let its outputs hold other values beforehand.
 
     `padding` names, for each buffer, the part that is padding: lanes of an input past the live
     ones, tails such as the unused end of a block table, and lanes of an output that are never read.
@@ -160,7 +159,7 @@ def _require_writes(
     clean: Mapping[str, torch.Tensor],
     masks: Mapping[str, torch.Tensor],
 ) -> None:
-    """GraphCheckError unless `run`, which turns `original` into `clean`, writes what is live."""
+    """GraphCheckError unless `run`, which turns `original` into `clean`, writes live elements."""
 
     def changed(name: str, before: torch.Tensor, after: torch.Tensor) -> bool:
         wrong = differing(before, after)
@@ -247,7 +246,8 @@ class CanaryPages:
     def __init__(self, device: torch.device | str, *, page_bytes: int = 4096) -> None:
         if page_bytes < 1 or page_bytes % 256:
             raise ValueError(f"{page_bytes=} is no multiple of 256, so tensors would lie askew")
-        # Without a short period: a copy of neighbouring pages or rows does not look the same.
+        # Bytes without a short period, so a copy of neighbouring pages or rows does not look the
+        # same.
         numbers = torch.arange(page_bytes, dtype=torch.int64, device=device)
         self._page = ((numbers * numbers + 89 * numbers + 37) % 251).to(torch.uint8)
         self._regions: list[tuple[str, torch.Tensor, torch.Tensor]] = []

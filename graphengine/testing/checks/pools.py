@@ -1,4 +1,4 @@
-"""A check that nothing of a capture is left: memory, or an allocator that still records into it."""
+"""A check that a capture leaves nothing: no memory, and no allocator that still records into it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphengine.testing.errors import GraphCheckError, hide_frame, listed
 
 __tracebackhide__ = hide_frame
 
-# Larger than any small block that is cached, so that the default pool has to be asked.
+# Larger than any cached small block, so that the allocation comes from the current pool.
 _PROBE_BYTES = 4 << 20
 
 
@@ -43,7 +43,7 @@ def no_leaked_pool() -> Iterator[None]:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     before = _private_pools()
     yield
-    # What an error's traceback holds is no leak.
+    # Memory that an error's traceback holds is not a leak.
     gc.collect()
     try:
         if torch.cuda.is_current_stream_capturing():

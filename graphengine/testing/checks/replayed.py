@@ -30,11 +30,10 @@ def assert_replayed(
         with assert_replayed({"4": graph_4, "8": graph_8}, {"8": 1}):
             runner.run(five_requests)
 
-    A batch that no bucket was found for runs eagerly in most engines, without a word: the results
-    are right and the latency is not. `graphs` are a runner's graphs by bucket; those that
-    `expected` leaves out must not be replayed. Each is a `torch.cuda.CUDAGraph`, a `CapturedGraph`,
-    or an object that counts its own replays in `replays`. The block gets a function that returns
-    the counts so far.
+    In most engines a batch without a bucket silently runs eagerly: the results are right, the
+    latency is not. `graphs` are a runner's graphs by bucket; those that `expected` leaves out must
+    not be replayed. Each is a `torch.cuda.CUDAGraph`, a `CapturedGraph`, or an object that counts
+    its own replays in `replays`. The block gets a function that returns the counts so far.
 
     most_eager  also fail if the block calls more of torch's operations than that, copies of inputs
                 included. Replays do not count; kernels launched without torch are not seen

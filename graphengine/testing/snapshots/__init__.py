@@ -1,1 +1,1 @@
-"""Golden files of captured graphs, and what differs from them."""
+"""Golden files of captured graphs, and differences from them."""

@@ -42,7 +42,7 @@ def _readable(text: str) -> str:
 
 
 class GoldenFiles:
-    """What a run of pytest knows of golden files; `merge` adds what a worker of xdist knows.
+    """A pytest run's knowledge of golden files; `merge` adds that of an xdist worker.
 
     owners  the golden files that tests asked for: {path: id of the test}
     tests   the collected tests, deselected ones too: {id: path of the module}

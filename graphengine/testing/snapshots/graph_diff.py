@@ -18,7 +18,7 @@ from typing import Literal
 from graphengine.buckets import GraphNode, GraphStructure
 from graphengine.buckets.graphs.structure import FULL
 
-# What is removed from a name, in this order; `normalise_name` says why.
+# Patterns that are removed from a name, in this order; `normalise_name` says why.
 _NAME_RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (

@@ -78,8 +78,9 @@ class GraphSnapshot:
 
         graph         a `torch.cuda.CUDAGraph(keep_graph=True)`, a `CapturedGraph` or a structure
         name          distinguishes the graphs of one test
-        key           what the graph depends on besides the code, such as `environment_key()`: each
-                      key has files of its own, and a key without files fails
+        key           names everything besides the code that the graph depends on, such as
+                      `environment_key()`: each key has files of its own, and a key without files
+                      fails
         launch_sizes  False leaves out grid, block and shared memory, for kernels tuned at run time
         max_nodes     most nodes of the graph, including nested graphs
         max_kernels   most kernels
@@ -166,7 +167,8 @@ def check_budget(
 
 
 def environment_key() -> str:
-    """What selects the kernels besides the code: "nvidia-h200_torch-2.11.0+cu130_triton-3.6.0".
+    """A key of all that selects kernels besides the code:
+    "nvidia-h200_torch-2.11.0+cu130_triton-3.6.0".
 
     The current CUDA device, or "cpu", and the versions of torch and triton.
     """
