@@ -6,9 +6,9 @@ Padded lanes are neither read nor written, and no lane's bits depend on another 
 index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
 
 A folder holds the operations of one kind, and callers import an operation from its module. The
-module has its contract: the function that is called, what it checks, and how its work is cut.
-Kernel and twin are in the same file, or, if they are long, in files of their own: `x_triton.py`,
-`x_gluon.py`, and `reference.py` for the folder.
+module has its contract: the function to call, its checks, and how its work is divided. Kernel and
+twin are in the same file, or, if they are long, in files of their own: `x_triton.py`, `x_gluon.py`,
+and `reference.py` for the folder.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from graphengine.kernels.core import stand_in
 
 
 def import_all() -> None:
-    """Import every module of the kernels. Raises what the first of them raises that cannot be."""
+    """Import every module of the kernels. The error of the first one that fails is raised."""
     for module in pkgutil.walk_packages(__path__, f"{__name__}."):
         importlib.import_module(module.name)
 

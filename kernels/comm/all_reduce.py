@@ -15,7 +15,7 @@ the shares that it had stored, and no sum is stored at a rank before that rank h
 launch. So neither words nor flags need two halves. With one shot another rank may be a launch late,
 so there are two halves, used alternately.
 
-Sums are bit-equal to those of `push_sum`, and waits end as its waits do. The scheme is that of the
+Sums are bit-equal to `push_sum`'s, and waits end as its waits do. The scheme is that of the
 one-shot and two-shot all-reduces of TensorRT-LLM and of PyTorch's symmetric memory.
 
 Letters: R ranks, P programs.

@@ -19,7 +19,9 @@ from graphengine.kernels.comm.items import clock, from_next_on, look_at_host
 
 
 class FlaggedMemory(NamedTuple):
-    """Memory in which a rank receives data for one kind of launch, and where the others have it."""
+    """Memory in which a rank receives data for one kind of launch, and the addresses of the others'
+    memory.
+    """
 
     own: torch.Tensor
     """int32, on this device: two halves of words, then two flags for each program of each rank."""
@@ -96,7 +98,7 @@ def wait_for_flags(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TI
         missing = _missing(flag_ptr, programs, tag, RANKS)
     for ahead in tl.static_range(RANKS - 1):
         # One thread looks and the others wait for it. So all agree whether waits are over, and see
-        # what was stored before the flag.
+        # all data stored before the flag.
         found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
         over |= (found != tag).to(tl.int32)
     if over != 0:

@@ -13,7 +13,7 @@ neither: the two share a tag, and a thread that has both accesses their items as
 
 There are two halves, which a word's items use alternately. A rank stores with tag t + 2 only after
 it has seen the items of tag t + 1, which every rank stores only after its launch with tag t is
-complete. So nobody still reads what is overwritten.
+complete. So no rank still reads the overwritten words.
 
 A launch that only pushes stores all its items before it waits for the first one, and all its
 programs are resident at the same time. So ranks may run its programs in any order. A product stores
@@ -46,7 +46,7 @@ from graphengine.kernels.core.pdl import wait_for_inputs
 UNIT = 256
 """Words in a unit. Memory is counted in units, and a program of a push handles one at a time."""
 PROGRAMS = 128
-"""Most programs of a launch: a GPU with 32 or more multiprocessors runs so many at the same time.
+"""Most programs of a launch: a GPU with 32 or more multiprocessors runs this many at the same time.
 """
 
 # Polls of a wait between two looks at the clock; a poll takes about a microsecond.
@@ -428,7 +428,7 @@ def _values(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def begin_sum(peers, word, mask, RANKS: tl.constexpr):
-    """Load what `sum_of_ranks` needs for these words of the memory, before the part is known."""
+    """Load the inputs of `sum_of_ranks` for these words of the memory, before the part is known."""
     over = tl.load(peers.over, cache_modifier=".cg")
     return map_peers(peers, RANKS), next_tags(peers, word, mask), over
 

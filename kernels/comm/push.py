@@ -93,7 +93,9 @@ def push_own_sum(peers: Peers, parts_RNC: torch.Tensor, *, pdl: bool = False) ->
 
 
 def _sum(peers: Peers, part_DW: torch.Tensor, total: torch.Tensor, *, pdl: bool) -> None:
-    """Push the same words to all ranks (D = 1) or each rank its own, and add up what arrives."""
+    """Push the same words to all ranks (D = 1), or to each rank its own, and add up the received
+    words.
+    """
     size = peers.words
     out_W = total.view(-1).view(torch.int32)
     for part, out in zip(part_DW.split(size, dim=1), out_W.split(size), strict=True):

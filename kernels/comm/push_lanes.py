@@ -127,7 +127,7 @@ def _check(lanes: ExpertLanes) -> None:
 
 
 def push_lanes_reference(lanes_of_ranks: list[ExpertLanes]) -> ExpertLanes:
-    """Plain PyTorch twin of `push_lanes`: what it returns on each rank."""
+    """Plain PyTorch twin of `push_lanes`: its result on each rank."""
     squares = [each.squares for each in lanes_of_ranks if each.squares is not None]
     return ExpertLanes(
         torch.cat([each.x for each in lanes_of_ranks]),

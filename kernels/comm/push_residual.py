@@ -1,8 +1,8 @@
 """The residual stream plus the sum of all ranks' parts of a product, in one kernel: x += sum, then
 what the next norm needs.
 
-It pushes as `push` does, and then does what `add_to_residual` does with a whole product. A rank has
-one part for all ranks, or a part for each rank where every rank has lanes of its own.
+It pushes as `push` does, and then adds the sum as `add_to_residual` adds a whole product. A rank
+has one part for all ranks, or a part for each rank where every rank has lanes of its own.
 
 Letters: R ranks, N lanes, H hidden.
 """
@@ -55,7 +55,7 @@ def push_to_residual(
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """Compute residual.x += sum of all ranks' parts + bias, and what the norm after it needs.
+    """Compute residual.x += sum of all ranks' parts + bias, and the inputs of the norm after it.
 
     All ranks call it with parts of one shape and dtype, after the same calls.
 
@@ -82,7 +82,7 @@ def push_own_to_residual(
     own_NH: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """Compute residual.x += sum of all ranks' parts for this one + own, and what the norm needs.
+    """Compute residual.x += sum of all ranks' parts for this one + own, and the inputs of the norm.
 
     Args:
         parts_RNH: this rank's part for each rank, in rank order; otherwise like `part_NH` of

@@ -1,15 +1,14 @@
 """Which of its arguments a kernel reads and which it writes, found in its source.
 
-A kernel's body is followed once, with what is known of its arguments: a tensor is an address, a
-compile-time value has its value, so that branches that a launch does not compile are left out, and
-anything that is computed at run time is a number. Calls of other kernel functions are followed too.
-An address that reaches a load is read, one that reaches a store is written, and one that reaches an
-atomic operation is both. An address that is handed to a function that is not listed here is an
-error: nothing is guessed. Nothing is compiled, and no GPU is needed.
+A kernel's body is followed once, with the known facts about its arguments: a tensor is an address,
+and anything computed at run time is a number. Compile-time values are known, so branches that a
+launch does not compile are left out. Calls of other kernel functions are followed too. An address
+that reaches a load is read, one that reaches a store is written, and one that reaches an atomic
+operation is both. An address that is handed to a function that is not listed here is an error:
+nothing is guessed. Nothing is compiled, and no GPU is needed.
 
-The sets are what a launch may access: a branch or mask of run time may leave some of it out. Memory
-whose address a kernel loads, such as another rank's, is called "*x" after the argument x that holds
-the address.
+The sets are upper bounds: at run time a branch or mask may leave accesses out. Memory whose address
+a kernel loads, such as another rank's, is called "*x" after the argument x that holds the address.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 class Accesses(NamedTuple):
     """Names of arguments, "tuple.field" for those in a tuple.
 
-    reads, writes              what a launch may read and write
-    early_reads, early_writes  those of them before it has waited for the launch before
+    reads, writes              arguments that a launch may read and write
+    early_reads, early_writes  arguments accessed before the launch has waited for the one before
                                (`core.pdl`); all, if it does not wait
     """
 
@@ -80,12 +79,13 @@ _Value = _Known | _Computed | _Tuple
 _NUMBER = _Computed()
 _NONE = _Known(None)
 
-# Names under which kernels call what reads and writes memory; `core.triton_versions` has some.
+# Names under which kernels call functions that read and write memory; `core.triton_versions` has
+# some.
 _LOADS = {"load", "load_async", "load_tile"}
 _STORES = {"store", "store_tile"}
-# Functions and methods that make an address of an address.
+# Functions and methods that turn an address into another one.
 _ADDRESSES = {"max_contiguous", "multiple_of", "to", "where"}
-# Attributes of an address that are no addresses.
+# Attributes of an address that are not addresses.
 _DESCRIPTIONS = {"block_shape", "dtype", "layout", "shape", "type"}
 # Functions of Python that make compile-time values.
 _BUILTINS: Mapping[str, Callable[..., Any]] = {
@@ -103,7 +103,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
 
 
 def accesses_of(kernel: Any, arguments: Mapping[str, Any]) -> Accesses:
-    """What a launch of a Triton or Gluon kernel with these arguments may read and write.
+    """The arguments that a launch of a Triton or Gluon kernel with these values may read and write.
 
     Kept for each kernel and its compile-time values. UnclearAccess, with the line of the kernel's
     source, for an address whose use is not known.
@@ -126,7 +126,7 @@ def _accesses(fn: Any, arguments: tuple[tuple[str, _Value], ...]) -> Accesses:
 
 
 def _given(name: str, value: Any, constant: bool) -> _Value:
-    """What is known of an argument."""
+    """The known facts about an argument."""
     if isinstance(value, torch.Tensor | TensorDescriptor):
         return _Computed(frozenset([name]))
     if isinstance(value, tuple) and not constant:
@@ -208,7 +208,7 @@ def _plain(value: _Value) -> Any:
 
 
 def _computed(compute: Callable[..., Any], *args: _Value, **named: _Value) -> _Value:
-    """What a function of compile-time values returns; a number if one is not known."""
+    """The result of a function of compile-time values; a number if an argument is unknown."""
     try:
         plain = {name: _plain(value) for name, value in named.items()}
         return _known(compute(*map(_plain, args), **plain))
@@ -221,8 +221,8 @@ class _AccessesSoFar:
     """Accesses so far.
 
     waited   whether the launch has waited for the one before
-    results  what functions return and whether the launch has waited then, by the function, its
-             arguments and whether it had waited before
+    results  for each function, its arguments and whether the launch had waited before the call: the
+             returned value, and whether the launch has waited after it
     """
 
     reads: set[str] = field(default_factory=set)
@@ -251,7 +251,7 @@ class _Body:
         self._returned: _Value | None = None
 
     def follow(self) -> _Value:
-        """Add what the body accesses to what was found; returns what it returns."""
+        """Add the body's accesses to those found so far; returns the function's value."""
         self._block(_definition(self._fn).body)
         return _NONE if self._returned is None else self._returned
 
@@ -308,7 +308,7 @@ class _Body:
         return returned and returned_else
 
     def _loop(self, body: Sequence[ast.stmt], test: ast.expr | None = None) -> None:
-        """Follow the body until no variable can have another value."""
+        """Follow the body until the possible values of variables no longer grow."""
         before: dict[str, _Value] = {}
         while self._variables != before:
             before = dict(self._variables)
@@ -368,7 +368,7 @@ class _Body:
         for scope in (inspect.getclosurevars(self._fn).nonlocals, self._fn.__globals__):
             if name in scope:
                 return _known(scope[name])
-        # Otherwise it is assigned in a branch that is not compiled.
+        # Otherwise the name is assigned in a branch that is not compiled.
         return _known(getattr(builtins, name, 0))
 
     def _subscript(self, node: ast.Subscript) -> _Value:
@@ -427,7 +427,7 @@ class _Body:
         named = {str(each.arg): self._value(each.value) for each in node.keywords}
         if isinstance(callee, _Known):
             return self._call_known(callee.value, name, args, named, node)
-        # A method of what only a running kernel knows: of a block, of shared memory, of an address.
+        # A method of a run-time value: of a block, of shared memory, of an address.
         values = [*args, *named.values()] if owner is None else [owner, *args, *named.values()]
         touched = _merged(values)
         if name == "to" and not touched.places and "pointer_type" in ast.unparse(node.args[0]):
@@ -444,7 +444,7 @@ class _Body:
     ) -> _Value:
         fn: Any = getattr(callee, "fn", None)
         if inspect.isfunction(fn) and not fn.__module__.startswith("triton."):
-            # `constexpr_function` marks what the compiler itself calls.
+            # `constexpr_function` marks functions that the compiler itself calls.
             if type(callee).__name__ == "ConstexprFunction":
                 return _computed(fn, *args, **named)
             return self._follow_call(fn, args, named)

@@ -33,12 +33,12 @@ SHARED_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as kernels see it.
+    """The properties of a GPU that kernels depend on.
 
     capability    its compute capability, major and minor
     processors    its multiprocessors
     shared_bytes  shared memory of one program, at most
-    name          what CUDA calls it, which tables of plans are named after; "" if that is not known
+    name          CUDA's name of it, which names tables of plans; "" if unknown
     """
 
     capability: tuple[int, int]

@@ -8,7 +8,7 @@ import triton
 from graphengine.kernels.core.devices import device_of, is_assumed
 
 # Triton reads TRITON_INTERPRET when `@triton.jit` decorates a kernel, so the choice is frozen here
-# as well: changing the variable later in the process does not change what the kernels are.
+# as well: changing the variable later in the process does not change the kernels.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 

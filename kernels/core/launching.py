@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, and a pass over step programs that only compiles what they launch.
+"""Launches of Triton kernels, and a pass over step programs that only compiles their kernels.
 
 Triton compiles a kernel at its first launch, hence one after the other. `compile_kernels` runs the
 programs once with every launch turned into a look-up: kernels that are not in memory are read from
@@ -98,7 +98,7 @@ _instead: ContextVar[Callable[..., None] | None] = ContextVar("instead", default
 def launched_by(instead: Callable[..., None]) -> Iterator[None]:
     """Inside, `launcher` calls `instead(kernel, grid, *arguments, **options)` and launches nothing.
 
-    That holds for this context alone: neither for other threads nor for what these start.
+    That holds for this context alone, and not for other threads or their launches.
     """
     token = _instead.set(instead)
     try:
@@ -107,7 +107,7 @@ def launched_by(instead: Callable[..., None]) -> Iterator[None]:
         _instead.reset(token)
 
 
-# Triton has one listener per process. A second pass waits, and then finds what the first compiled.
+# Triton has one listener per process. A second pass waits, and then finds the first pass's kernels.
 _one_at_a_time = threading.RLock()
 
 
@@ -163,7 +163,7 @@ def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[i
                 found.collect(name, step)
             found.finish()
         except BaseException:
-            # The mode waits for all that it has begun.
+            # The mode waits for all compilations that it has begun.
             found.cancel()
             raise
     return compilers.compiled, len(found.names) - compilers.compiled

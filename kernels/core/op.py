@@ -1,4 +1,4 @@
-"""Kernel launches as data: an `Op` says what one launch is, before it is launched."""
+"""Kernel launches as data: an `Op` describes one launch, before it is launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Op:
 
     kernel     the compiled function
     grid       programs, by axis: one to three of them
-    arguments  what the kernel's parameters get, by name: tensors, tuples of them, numbers, None
+    arguments  the kernel's arguments by name: tensors, tuples of tensors, numbers, None
     options    the compiler's: `num_warps`, `maxnreg`, `enable_fp_fusion`
     pdl        whether the launch may overlap the one before (programmatic dependent launch)
 
@@ -86,8 +86,8 @@ class Op:
 def ops_handed_to(take: Callable[[Op], object]) -> Iterator[None]:
     """Inside, launches of this context are handed to `take` instead: none reaches a device.
 
-    What torch computes between them is computed. Memory that kernels would have written holds what
-    it held before.
+    Torch's own operations between them do run. Memory that kernels would have written keeps its old
+    contents.
     """
     with launched_by(partial(_hand_over, take)):
         yield

@@ -12,8 +12,8 @@ The kernels of a decode graph all follow these rules, so that each may rely on t
   says why it may. After one or more of them in a row, a launch starts while all of these and the
   launch before them may still run: before its own wait it may load nothing that any of them
   writes.
-- Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
-  fields), or what launch k - 2 or an earlier one wrote, bypassing the L1 cache
+- Before its wait a program loads only data that no kernel of the graph writes (weights, host-owned
+  fields), or data that launch k - 2 or an earlier one wrote, bypassing the L1 cache
   (`cache_modifier=".cg"`).
 
 A prefill graph also has ordinary launches of the BLAS and of torch. They begin when everything
@@ -33,10 +33,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphengine.kernels.core.dispatch import INTERPRETED
 
 EARLY = 2
-"""In place of True: the launch starts the next one before it has waited."""
+"""A value of `pdl` in place of True: the launch starts the next one before it has waited."""
 
 STARTS_EARLY = tl.constexpr(EARLY)
-"""A kernel's PDL where it does so."""
+"""The constexpr PDL of such a kernel."""
 
 
 def launch_options(pdl: bool | int) -> dict[str, bool | int]:

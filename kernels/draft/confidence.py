@@ -31,7 +31,7 @@ _RATE = tl.constexpr(1 / 16)
 def follow_acceptance(
     recent_S: torch.Tensor, count_R: torch.Tensor, slot_N: torch.Tensor, *, pdl: bool = False
 ) -> None:
-    """Move each live row's share of accepted drafts towards what its step accepted.
+    """Move each live row's share of accepted drafts towards its step's share.
 
     Args:
         recent_S: float32, updated in place: in [0, 1], and 1 before a slot's first step.

@@ -116,7 +116,7 @@ def begin_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per lane; that of a row's first lane also writes where the row continues.
+    """One program per lane; the program of a row's first lane also writes where the row continues.
 
     Only the target's tokens and the counts may come from the launch before.
     """

@@ -1,4 +1,4 @@
-"""Drafts from the request's own tokens: what followed when the same tokens last occurred.
+"""Drafts from the request's own tokens: those that followed the last occurrence of the same tokens.
 
 With n from max_n down to 1, the *latest* earlier occurrence of the sequence's last n tokens is
 looked up, and its continuation proposed (prompt lookup decoding, A. Saxena 2023). An occurrence
@@ -44,7 +44,7 @@ def ngram_propose(
     unmatched_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Append what each row emitted to its slot's tokens, and propose what may come next.
+    """Append each row's emitted tokens to its slot's tokens, and propose drafts.
 
     Args:
         history_SP: int32, dense rows, updated in place: `[slot, p]` is the token at position p.
@@ -129,7 +129,7 @@ def ngram_prompt(
     unmatched_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write prompts' chunks into their slots' tokens; after a last chunk propose what comes next.
+    """Write prompts' chunks into their slots' tokens; after a last chunk propose drafts.
 
     Args:
         history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as in `ngram_propose`.

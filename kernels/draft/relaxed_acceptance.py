@@ -7,7 +7,7 @@ Each slot has a device-owned `delta`, float32, that is part of its state: it is 
 its request pauses, and is 0 outside a thinking phase. With a delta of 0, only the target's own
 choice and exact ties with it pass.
 
-Lane j, whose logits predict what follows its token, judges the draft in lane j + 1:
+Lane j, whose logits predict the token after its own, judges the draft in lane j + 1:
 
 1. p = softmax of the logits, without temperature and filters, in float32: exp(logit - largest) /
    total. The total is summed in fixed point, floor(exp(..) * 2^40) as int64, so the order of

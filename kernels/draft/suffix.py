@@ -52,7 +52,7 @@ def suffix_propose(
     unmatched_S: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Append what each row emitted to its slot's tokens, and propose what may come next.
+    """Append each row's emitted tokens to its slot's tokens, and propose drafts.
 
     Two launches. A match must be followed by a token: it ends before the last one of its text.
 

@@ -115,7 +115,7 @@ class DraftChain(NamedTuple):
 
 
 class Recycled(NamedTuple):
-    """What a chained module reads from the previous one."""
+    """The outputs of the previous module that a chained module reads."""
 
     hidden: Hidden
     """The previous module's output in this step, N lanes."""
@@ -511,7 +511,7 @@ def _vanilla_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per lane; that of a row's newest draft commits it and writes where the row
+    """One program per lane; the program of a row's newest draft commits it and writes where the row
     continues.
 
     DRAFTS lanes of a row follow those that may emit: 0, or `shift`. Only the tiles may come from

@@ -138,7 +138,8 @@ def expert_residual(
     grouping: Grouping | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """Compute residual.x += the weighted sum of each lane's experts, and what the next norm needs.
+    """Compute residual.x += the weighted sum of each lane's experts, and the inputs of the next
+    norm.
 
     One kernel: the last of a lane's experts to finish adds them up.
 

@@ -1,4 +1,4 @@
-"""Sums of the products of a lane's pairs, for `experts_triton.py`, and what is done with them.
+"""Sums of the products of a lane's pairs, for `experts_triton.py`, and where they are stored.
 
 In decode the last of a lane's pairs to arrive adds up all of them, in the launch that multiplies;
 for a chunk `combine_kernel` does it. Both sum by rank, whatever the order of arrival.
@@ -144,8 +144,8 @@ def _sum_of_pairs(
 def _add_to_stream(
     y, lane, live, tile, lanes, stream, M: tl.constexpr, L: tl.constexpr, B: tl.constexpr
 ):
-    """Add float32 sums [L, B] to the residual stream, and leave what the next norm needs; or only
-    store them if there is no stream.
+    """Add float32 sums [L, B] to the residual stream, and write the inputs of the next norm; or
+    only store them if there is no stream.
 
     Different kernels call this, so no operation depends on the layout of the sums.
     """

@@ -49,7 +49,7 @@ class Grouping(NamedTuple):
 
 
 def most_blocks(pairs: int, experts: int, size: int) -> int:
-    """Most blocks that so many pairs need, however they are distributed."""
+    """Most blocks that this many pairs need, however they are distributed."""
     return min(pairs, experts + pairs // size)
 
 

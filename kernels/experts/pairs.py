@@ -67,7 +67,7 @@ class PairProduct(NamedTuple):
 
 
 class ActivationArgs(NamedTuple):
-    """What is done with a product of gates and ups, or of ups; NO_ACTIVATION for down."""
+    """The activation of a product of gates and ups, or of ups; NO_ACTIVATION for down."""
 
     squares_TN: torch.Tensor | None = None
     """Sums of squares of the inputs, by whose rms the product is divided; None: they are normed."""

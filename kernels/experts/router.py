@@ -1,7 +1,7 @@
 """The router of a mixture of experts: it chooses each lane's experts and their weights.
 
 Chosen experts are ranked by the values they are chosen by; on a tie the lower id comes first. NaN
-ranks lowest, so that a lane's ids are always those of different experts.
+ranks lowest, so that a lane's ids always differ.
 
 Letters: N lanes, E experts, k chosen of a lane, G groups of experts.
 """
@@ -42,7 +42,7 @@ class Router:
     scores      weights before anything else: probabilities among all experts, sigmoids, or
                 probabilities among the chosen experts only
     normalised  whether the weights of a lane are divided by their sum
-    least_sum   what is added to that sum, more than 0, as all sigmoids may be 0; the default is
+    least_sum   added to that sum, more than 0, as all sigmoids may be 0; the default is
                 DeepSeek-V3's
     scale       factor of the weights
     groups      number of equal groups; only experts of the best `top_groups` can be chosen
@@ -107,10 +107,9 @@ def route(
     """Choose each live lane's experts: one kernel on the current stream, without a host sync.
 
     Args:
-        logits_NE: float32, dense rows, any stride between them.
-        slot_N: int32, -1 = padded lane.
-        correction_E: float32, added to the scores for the choice, but not to the weights.
-        factor_E: any float dtype, what each expert's weight is multiplied by at the end.
+        logits_NE: float32, dense rows, any stride between them. slot_N: int32, -1 = padded lane.
+        correction_E: float32, added to the scores for the choice, but not to the weights. factor_E:
+        any float dtype, factor of each expert's weight at the end.
         given_Nk: int32, replaces the choice: a lane whose first id is not -1 takes these ids,
             different ones in [0, E), in this order. Their weights follow from the lane's own
             logits, as if they had been chosen.

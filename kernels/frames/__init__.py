@@ -1,4 +1,4 @@
-"""Frames of codes: what a step that emits several codes does besides its products.
+"""Frames of codes: the kernels, other than products, of steps that emit several codes.
 
 embed.py      the embedding of a whole frame, which begins a step
 codes.py      each code on its way to the next position of an inner decoder, and the frame's end

@@ -1,7 +1,7 @@
 """Embeddings of frames: the sum of the embeddings of a frame's codes begins a step's stream.
 
-A model may add an embedding that streams in from outside to that of each frame, such as that of the
-text to be said (`FedRows`), or those of the codes that somebody else says meanwhile (`FedCodes`).
+A model may add another embedding to each frame's, which streams in from outside: the embedding of
+text to be said (`FedRows`), or the embeddings of another speaker's codes (`FedCodes`).
 
 Letters: N lanes, S slots, K codes of a frame, V codes of a codebook, M = K * V rows of the table, H
 hidden, T groups of columns, R rows of a ring, P codes that stream in.
@@ -24,7 +24,7 @@ from graphengine.kernels.norm_rope.embedding import check_embedding, store_embed
 
 
 class FedRows(NamedTuple):
-    """Embeddings that are added to those of frames, by slot and position.
+    """Embeddings that are added to frames' embeddings, by slot and position.
 
     The frame at position p gets row p % R of its slot where p is below the slot's bound, and the
     slot's last row, the pad, from there on.
@@ -37,7 +37,9 @@ class FedRows(NamedTuple):
 
 
 class FedCodes(NamedTuple):
-    """Codes whose embeddings are added to those of frames, by slot and position like `FedRows`."""
+    """Codes whose embeddings are added to frames' embeddings, by slot and position like
+    `FedRows`.
+    """
 
     rows: torch.Tensor
     """int32 [S, R + 1, P], dense: a ring of R rows, then the pad."""
@@ -144,9 +146,9 @@ def embed_frames(
             outside 0..V-1, or a fed code outside 0..W-1, becomes NaN; padded lanes are not written.
         first_UH: the first codebook, with a number of codes of its own; the table then has the
             others. None: the table has all.
-        fed: what is added to the frames; None: nothing.
-        position_N: int32: the position of each lane's frame, for `fed`.
-        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
+        fed: rows or codes that are added to the frames; None: nothing. position_N: int32: the
+        position of each lane's frame, for `fed`. pdl: the launch may overlap the one before, by the
+        rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
     """

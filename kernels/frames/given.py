@@ -1,4 +1,4 @@
-"""Codes that requests give, in place of those that a step would draw.
+"""Codes that requests give, in place of drawn ones.
 
 They are in a host table, by slot and by the position of the frame. One launch at the start of a
 frame fetches those of all lanes, because each read goes to the host.

@@ -1,4 +1,4 @@
-"""What becomes of a linear's product: all that `linear` can do with it.
+"""Epilogues: all that `linear` can do with its product.
 
     Store          y itself, rounded once
     StoreLogits    y in float32, with a soft cap
@@ -80,7 +80,7 @@ class Targets(NamedTuple):
 
 
 class Epilogue(ABC, Generic[Result]):
-    """What a linear does with its product: store, gate, add or sample."""
+    """An operation on a linear's product: store, gate, add or sample."""
 
     __slots__ = ()
     kind: ClassVar[LinearKind]
@@ -176,7 +176,7 @@ class StoreSwiglu(Store):
 
 @dataclass(frozen=True, slots=True)
 class AddResidual(Epilogue[Residual]):
-    """Add y to the residual stream, and write what the norm after it needs.
+    """Add y to the residual stream, and write the inputs of the norm after it.
 
     The result has the same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N]; with
     `peers` the number of groups may differ.

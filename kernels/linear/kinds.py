@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
 """Scales that are powers of two: a byte `b` stands for 2 ** (b - 127)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of a float of 4 bits stand for; the fourth is the sign."""
+"""The value of the lower three bits of a float of 4 bits; the fourth is the sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

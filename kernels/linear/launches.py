@@ -60,7 +60,9 @@ def launch_linear(call: LinearCall, to: Targets) -> None:
 
 
 def packed_misfit(x_NK: torch.Tensor, weight: PackedWeight) -> str | None:
-    """What the kernel of packed weights does not take of these operands; None: nothing."""
+    """A text about an operand that the kernel of packed weights does not take; None: it takes
+    all.
+    """
     if x_NK.dtype not in _PACKED_DTYPES:
         return f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}"
     if weight.shape[1] % PACKED_COLUMNS:
@@ -169,7 +171,7 @@ def _inputs(call: LinearCall, weight: torch.Tensor | PackedArgs, to: Targets) ->
 
 
 def _numbers(call: LinearCall, to: Targets) -> tuple[int, float, int, int]:
-    """Operands after the strides of what is read."""
+    """Operands after the strides of the inputs."""
     return 0 if to.out is None else to.out.stride(0), call.eps, to.stop_ids, to.ahead
 
 

@@ -13,7 +13,7 @@ The kernel of packed weights serves both families, each with plans of its own. T
 columns are divided into `streams`, whose number follows from the plan's `block_m` and `warps`; so
 both are part of the numerics.
 
-What is multiplied is a `LinearCall` (`call.py`), what becomes of it an epilogue (`epilogues.py`);
+A `LinearCall` (`call.py`) has the operands, and an epilogue (`epilogues.py`) takes the product;
 `launches.py` chooses the kernel. On a CPU `reference.py` runs.
 """
 
@@ -27,7 +27,7 @@ from graphengine.kernels.linear.reference import linear_reference
 
 
 def linear(call: LinearCall, epilogue: Epilogue[Result]) -> Result:
-    """Compute the call's product, and do with it what the epilogue says.
+    """Compute the call's product, and apply the epilogue to it.
 
     One kernel on the current stream, without a host sync, for 1 to 64 lanes; two where an `fma`
     product is added up over ranks. Products and epilogues are computed in float32, and rounded once

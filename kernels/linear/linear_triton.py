@@ -405,7 +405,7 @@ def _load_lanes(
 
 @triton.jit
 def load_delta(delta_ptr, lane, column, there, COLUMNS: tl.constexpr):
-    """What is added to the products of these lanes and columns, as float32 [L, B]."""
+    """The delta of the products of these lanes and columns, as float32 [L, B]."""
     at = lane.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     return tl.load(delta_ptr + at, mask=there, other=0.0).to(tl.float32)
 
@@ -468,7 +468,7 @@ def _epilogue(
     SIZE: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """Turn float32 sums [L, B] into what is stored; a SwiGLU passes its gates as `y`."""
+    """Apply the epilogue to float32 sums [L, B]; a SwiGLU passes its gates as `y`."""
     slot, squares, base, begun = early
     scale = _inverse_rms(squares, eps, K, GROUPS)
     output = tile * B + tl.arange(0, B)

@@ -1,5 +1,5 @@
-"""Operands that kernels get as one argument: the stream that a product is added to, or what takes
-its place, and what becomes of logits.
+"""Operands that kernels get as one argument: the stream that a product is added to, or its
+substitute, and the sampler of logits.
 
 Kernels of dense and packed linears, in Triton and Gluon, and those of experts take them.
 """
@@ -15,7 +15,7 @@ from graphengine.kernels.linear.residual import Residual
 
 
 class ResidualArgs(NamedTuple):
-    """The residual stream that a product is added to, and what it becomes (`residual.Residual`)."""
+    """The residual stream that a product is added to, and its outputs (`residual.Residual`)."""
 
     x: torch.Tensor
     next_norm: torch.Tensor
@@ -65,7 +65,7 @@ def stream_args(residual: Residual, next_norm: torch.Tensor) -> StreamArgs:
 
 
 class SamplerArgs(NamedTuple):
-    """What the fast sampler reads for each slot, and the best of each tile, which it writes."""
+    """The fast sampler's inputs for each slot, and its outputs, the best of each tile."""
 
     position: torch.Tensor
     temperature: torch.Tensor

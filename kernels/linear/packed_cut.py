@@ -211,7 +211,7 @@ def _beside(plan: LinearPlan, kind: WeightFormat, K: int) -> int:
 
 
 def group_bytes(plan: LinearPlan, kind: WeightFormat, K: int, scale: int = 0) -> int:
-    """Bytes of shared memory that a program's scales take, with what is beside them.
+    """Bytes of shared memory for a program's scales, with their minimums and factors.
 
     scale  bytes of a scale that is no integer; 0: 2
     """

@@ -37,7 +37,7 @@ def take_sums(
     bias: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """Add the sum of what all ranks pushed, float32 [N, H] from the first word on, to a stream.
+    """Add the sum of all ranks' pushed parts, float32 [N, H] from the first word on, to a stream.
 
     The operands are those of `AddResidual`, or of `StoreSquares`, whose product becomes the sum;
     all have been checked. `into.squares` has a group for each BLOCK_H columns. Padded lanes are not

@@ -27,7 +27,7 @@ _LABEL = re.compile(
 class WeightFormat(NamedTuple):
     """How a weight is stored: part of an engine's numerics.
 
-    code       what its codes are
+    code       the type of its codes
     rows       weight rows that share a scale; 0: all of them
     columns    weight columns that share a scale; 0: all of them
     has_zeros  whether each group has a zero point too: only with integers
@@ -162,8 +162,8 @@ def packed_halves(codes: Tensor) -> Tensor:
 
 
 def scale_values(weight: QuantisedWeight) -> Tensor:
-    """What the scales, and minimums beside them, stand for, all factors included: float32, in their
-    shape.
+    """The values of the scales, and of minimums beside them, all factors included: float32, in
+    their shape.
     """
     scales, kind = weight.scales, weight.format
     if scales.dtype == torch.uint8:

@@ -25,11 +25,13 @@ class StreamCopy(NamedTuple):
     rows: torch.Tensor
     """model dtype [N, H], dense rows, any stride between them"""
     scale: float = 1.0
-    """What the stream is multiplied by before it is rounded."""
+    """Factor of the stream before it is rounded."""
 
 
 class Residual(NamedTuple):
-    """What decode kernels pass on; valid until the next replay. Padded lanes hold anything."""
+    """The stream that decode kernels pass on; valid until the next replay. Padded lanes hold
+    anything.
+    """
 
     x: torch.Tensor
     """float32 [N, H]"""
@@ -82,7 +84,8 @@ def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
 def add_to_residual_reference(
     y_NH: torch.Tensor, slot_N: torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
 ) -> Residual:
-    """Add y, float32 [N, H], to residual.x, and write what the next norm needs, in plain PyTorch.
+    """Add y, float32 [N, H], to residual.x, and write the inputs of the next norm, in plain
+    PyTorch.
 
     All three tensors are written, and `kept` if there is one, except in padded lanes.
     """

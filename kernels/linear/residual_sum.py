@@ -1,4 +1,4 @@
-"""Add a whole product to the residual stream, x += y, and leave what the next norm needs.
+"""Add a whole product to the residual stream, x += y, and write the inputs of the next norm.
 
 On one rank the product's own kernel does this (`AddResidual`). Where ranks have parts of the
 product, it has to wait for their sum.
@@ -35,7 +35,7 @@ def add_to_residual(
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """Add y + bias to residual.x, and write what the norm after it needs.
+    """Add y + bias to residual.x, and write the inputs of the norm after it.
 
     Args:
         y_NH: dense float32.

@@ -1,4 +1,4 @@
-"""Change logits in place as requests ask: by what may be sampled and by earlier tokens.
+"""Change logits in place as requests ask, by allowed tokens and by earlier tokens.
 
     lm_head -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens (`noted.py`)
 
@@ -71,7 +71,7 @@ _MAX_BLOCK_B = 1024
 
 
 class LogitsTensors(NamedTuple):
-    """What is done to the logits of each slot; host-owned except for the last two. All are dense,
+    """The options on the logits of each slot; host-owned except for the last two. All are dense,
     but rows of the last two may be padded."""
 
     flags: torch.Tensor

@@ -1,4 +1,4 @@
-"""The Triton side of `logits.py`, which says what is done.
+"""The Triton side of `logits.py`, which defines the results.
 
 Letters: V vocabulary, W lanes of a row, B biases, Q bad words of at most L tokens.
 """
@@ -250,7 +250,7 @@ def process_kernel(
         if raw_ptr is not None and copies:
             raw = tl.load(logits_ptr + ids, mask=inside)
             tl.store(raw_ptr + lane.to(tl.int64) * raw_stride + ids, raw, mask=inside)
-            # Threads may still be copying what others change.
+            # Threads may still be copying values that others change.
             tl.debug_barrier()
         if (flags & _BIAS) != 0:
             at = slot * B
@@ -288,7 +288,7 @@ def process_kernel(
         stored = (ids < columns) & ((flags != 0) | (ids >= vocabulary))
         tl.store(logits_ptr + ids, tl.where(inside, logits, float("-inf")), mask=stored)
         if (flags & _BAD_WORDS) != 0:
-            # Other threads stored what is overwritten here.
+            # Other threads stored the values that are overwritten here.
             tl.debug_barrier()
             _ban_words(
                 logits_ptr,

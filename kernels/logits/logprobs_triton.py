@@ -1,4 +1,4 @@
-"""The Triton side of `logprobs.py`, which says what is computed.
+"""The Triton side of `logprobs.py`, which defines the results.
 
 Letters: V vocabulary, W lanes of a row, C tiles of the vocabulary, T places for the most probable.
 """
@@ -121,7 +121,7 @@ def rank_merge_kernel(
     BLOCK_CT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane: combine what its tiles found."""
+    """One program a lane: combine the results of its tiles."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     wanted, is_raw = _load_wants(slot, wanted_ptr, wants_raw_ptr, raw_ptr)

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA) of linears: static slots, and what each lane adds to its products."""
+"""Low-rank adapters (LoRA) of linears: static slots, and each lane's addition to products."""

@@ -1,4 +1,4 @@
-"""What an adapter adds to the products of a prompt's chunk, whose lanes all have the same adapter.
+"""An adapter's addition to the products of a prompt's chunk, whose lanes all have the same adapter.
 
 The BLAS writes a product, and `add_chunk_delta` adds to it, as the order of the BLAS's own sums
 must not depend on there being an adapter. Where gates and ups never reach memory, `chunk_delta`

@@ -1,4 +1,4 @@
-"""What each decode lane's adapter adds to a product: two launches before that of the product.
+"""Each decode lane's adapter's addition to a product: two launches before the product's own.
 
 `_shrink_lanes_kernel` computes A x of the lanes that have an adapter, `_expand_lanes_kernel`
 scale * B of that. The product's own kernel adds the result before its epilogue

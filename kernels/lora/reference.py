@@ -13,7 +13,7 @@ from graphengine.kernels.linear.reference import matmul_groups, sum_in_order
 from graphengine.kernels.lora.slots import LoraSlots
 
 NOTHING = -0.0
-"""What lanes without an adapter add to a product: it changes no bit, as 0.0 would change -0.0."""
+"""The addition of lanes without an adapter. -0.0 changes no bit; 0.0 would change -0.0."""
 
 
 def lora_delta_reference(
@@ -36,7 +36,7 @@ def lora_delta_reference(
 
 
 def chunk_delta_reference(x_TK: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:
-    """Float32 `[T, M]`: what an adapter adds to the products of a chunk's lanes."""
+    """Float32 `[T, M]`: an adapter's addition to the products of a chunk's lanes."""
     between = x_TK.float() @ slots.down_AQK[adapter].float().t()
     scale = slots.scale_AP[adapter].repeat_interleave(slots.rank)
     between = (between * scale).to(x_TK.dtype).float()

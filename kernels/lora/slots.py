@@ -22,7 +22,7 @@ class LoraSlots(NamedTuple):
 
     down_AQK   [A, P * R, K] in x's dtype, dense: part p has rows p * R to p * R + R - 1
     up_AMR     [A, M, R] in x's dtype, dense
-    scale_AP   float32, dense: what the part's product is multiplied by
+    scale_AP   float32, dense: factor of the part's product
     part_M     int32: the part that each weight row belongs to
     """
 

@@ -1,4 +1,4 @@
-"""Rows after a speculative step: which drafts are accepted, and what the next step starts from.
+"""Rows after a speculative step: the accepted drafts, and the inputs of the next step.
 
     verify_speculative_tokens -> prepare_next_forward_pass -> rewind.rewind_kv_cache
                                                            -> rewind.mamba_state_selective_copy

@@ -1,7 +1,7 @@
 """SwiGLU: silu(gate) * up, for the wide products of prefill. (`linear` fuses it for decode.)
 
-Gates of some models go through another `Activation`: those of Gemma, a GeGLU, through gelu. Other
-models have no gates: their ups go through a squared ReLU or a gelu.
+Some models have another `Activation`: Gemma's GeGLU has gelu. Other models have no gates, and apply
+a squared ReLU or a gelu to the ups.
 
 Letters: N lanes, F ffn width.
 """
@@ -24,7 +24,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 _BLOCK_F = 1024
 
 Activation = Literal["silu", "gelu_tanh"]
-"""What a gate goes through: x * sigmoid(x), or gelu(x) with its tanh approximation."""
+"""The activation of a gate: x * sigmoid(x), or gelu(x) with its tanh approximation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,8 @@ class ClampedSwiglu:
 
 
 Gating = Activation | ClampedSwiglu
-"""What experts make of a gate and its up: the activated gate times the up, or a clamped SwiGLU."""
+"""An expert's function of a gate and its up: the activated gate times the up, or a clamped
+SwiGLU."""
 
 UNGATED_LIMIT = -1.0
 """A kernel's LIMIT where products have no gates, and go through a squared ReLU."""

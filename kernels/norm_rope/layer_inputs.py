@@ -1,12 +1,12 @@
-"""Inputs that a token brings to each layer by itself: per-layer embeddings, as Gemma 4 has them.
+"""Per-layer embeddings, as Gemma 4 has them: inputs of each layer that depend only on the token.
 
     input of layer l = (norm(product_l * product_scale) + table_scale * table[token]_l) / sqrt(2)
 
 where the product is that of the token's embedding with a linear for all layers. A layer multiplies
 its gates by its input.
 
-Letters: N lanes, L layers, P values of an input, V rows of the table, S values of an input that a
-rank has.
+Letters: N lanes, L layers, P values of an input, V rows of the table, S values of a rank's share of
+an input.
 """
 
 from __future__ import annotations

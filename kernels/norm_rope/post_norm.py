@@ -1,8 +1,8 @@
 """A norm between a product and the residual stream: x += post * y / rms(y), then the next norm.
 
 Gemma 2 and 3 have one after each block, besides the one before it. Gemma 4 multiplies the sum that
-ends a layer by a learned factor. In decode the product leaves the
-sums of its squares, so that a program need not read a whole lane; in prefill a program does.
+ends a layer by a learned factor. In decode the product also writes the sums of its squares, so that
+a program need not read a whole lane; in prefill a program does.
 
 Letters: N lanes, H hidden, T groups of columns.
 """
@@ -50,7 +50,7 @@ def add_normed(
     factor_1: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """residual.x += post_norm * y / sqrt(mean(y**2) + eps), and what the norm after it needs.
+    """residual.x += post_norm * y / sqrt(mean(y**2) + eps), and the inputs of the norm after it.
 
     Args:
         product: as the epilogue `StoreSquares` leaves it.

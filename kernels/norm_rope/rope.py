@@ -32,7 +32,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 
 class RopeRows(NamedTuple):
-    """Rows of the tables by which lanes rotate, where these are not their positions: M-RoPE.
+    """Rows of the tables that rotate lanes, where these are not the lanes' positions: M-RoPE.
 
     A picture's tokens have three positions each, in time, height and width, and a head's pairs
     rotate by one of the three (Wang et al. 2024, "Qwen2-VL"). The tokens after it rotate as if it
@@ -94,8 +94,8 @@ def rope_append(
             float32, as in Gemma 3, whose reference rounds once.
         norm_after: norm heads after the rotation, which is rounded, as Hunyuan's reference does.
         kv_scales: float32 [2, G], all positive, for a cache of FP8_KV.
-        rows: the rows of the tables by which each lane rotates. None: those of its position, plus
-            its slot's entry of `shift_S`, int32 [S], where there is one.
+        rows: the rows of the tables that rotate each lane. None: its position, plus its slot's
+            entry of `shift_S`, int32 [S], where given.
         out: [N, Q, D] in qkv's dtype; any memory that is not qkv's.
         pdl: the launch before, whatever it is, may still run.
 

@@ -1,6 +1,6 @@
 """RMSNorm without a weight of each head's value, as Gemma 4 has it, before attention.
 
-Where a layer has no linear of values, they are the normed outputs of that of keys.
+Where a layer has no linear of values, its values are the normed outputs of the linear of keys.
 
 Letters: N lanes, Q query heads, G kv heads, D head_dim, X = (Q + 2G) * D.
 """
@@ -35,9 +35,8 @@ def norm_values(
     Args:
         qkv_NX: [N, (Q + 2G) * D] of any float dtype, a lane is [queries | keys | values]; dense
             rows, any stride between them.
-        slot_N: int32, -1 = padded lane.
-        of_keys: whether values are the normed keys instead; what is there is not read.
-        pdl: the launch before, whatever it is, may still run.
+        slot_N: int32, -1 = padded lane. of_keys: whether values are the normed keys instead; the
+        old values are not read. pdl: the launch before, whatever it is, may still run.
 
     Computed in float32, rounded once. Padded lanes are neither read nor written. ValueError for a
     shape or dtype that does not fit.

@@ -1,4 +1,4 @@
-"""What the sampler's kernels share: parameters by slot, and the value of a row's candidate.
+"""Code shared by the sampler's kernels: parameters by slot, and the value of a row's candidate.
 
 A logit is masked, scaled, and mapped to an integer key that keeps the order. `sampling.py` says
 what is sampled.

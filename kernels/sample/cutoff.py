@@ -187,7 +187,7 @@ def _gather_keys(row, key_ptr, floor, least, largest, weighs, BLOCK: tl.constexp
     column = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
-    # Threads may still be reading what was in the scratch before.
+    # Threads may still be reading the old contents of the scratch.
     tl.debug_barrier()
     for start in range(0, row.width, BLOCK):
         key = _row_keys(row, start, BLOCK)
@@ -199,7 +199,7 @@ def _gather_keys(row, key_ptr, floor, least, largest, weighs, BLOCK: tl.constexp
     depth = tl.max(count, 0)
     for level in range(depth):
         tl.store(key_ptr + level * BLOCK + column, NO_KEY, mask=count <= level)
-    # The passes over the keys read what other threads of this program stored.
+    # The passes over the keys read values that other threads of this program stored.
     tl.debug_barrier()
     return depth * BLOCK, tl.sum(mass, 0)
 

@@ -242,7 +242,7 @@ def tile_of_token_reference(
 
 
 class _Value(NamedTuple):
-    """Values of candidates, of which the largest is sampled: scaled logit plus noise, or logit."""
+    """Values of candidates; the largest is sampled: scaled logit plus noise, or logit."""
 
     sum: NDArray[np.float32]
     error: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""What the tasks of a segment's warps share: sizes, places, and the program's units."""
+"""Code shared by the tasks of a segment's warps: sizes, places, and the program's units."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ ROW_PITCH = gl.constexpr(_ROW_PITCH)
 TILE_BYTES = gl.constexpr(_TILE_BYTES)
 TILE_COLUMNS = gl.constexpr(_TILE_COLUMNS)
 
-# What the error word says: a wait for inputs was in vain, or shared memory lies elsewhere.
+# Values of the error word: a wait for inputs was in vain, or shared memory is not at the expected
+# address.
 LATE = gl.constexpr(1)
 MOVED = gl.constexpr(2)
 
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What consumers read and write, and their numbers, as the kernel gets them."""
+    """The tensors that consumers read and write, and their numbers, as the kernel gets them."""
 
     x: Any
     slot: Any

@@ -1,4 +1,4 @@
-"""The product of a unit by a segment's consumers, and what becomes of it."""
+"""The product of a unit by a segment's consumers, and its epilogue."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def arrive_named(number, THREADS: gl.constexpr):
 
 @gluon.jit
 def read_once():
-    """The cache policy of what nobody reads again."""
+    """The cache policy for data that is not read again."""
     return gl.inline_asm_elementwise(
         "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;",
         "=l",

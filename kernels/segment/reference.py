@@ -1,4 +1,4 @@
-"""What `segment.py` computes, in plain PyTorch.
+"""`segment.py` in plain PyTorch.
 
 Letters: N lanes, H hidden.
 """

@@ -1,4 +1,4 @@
-"""How a segment is cut: stages, units of 8 weight rows, tiles, and which program has which units.
+"""How a segment is divided: stages, units of 8 weight rows, tiles, and each program's units.
 
 A unit is 8 rows of a stage's weight, times all of its columns; a SwiGLU's has 4 gates and their ups
 in turn. It is streamed in tiles of `TILE_COLUMNS` columns, of which each consumer warp multiplies a
@@ -40,7 +40,7 @@ program of attention.
 
 
 class Stage(NamedTuple):
-    """One product of a segment, and what becomes of it.
+    """One product of a segment, and its epilogue.
 
     kind      "store": y itself; "residual": added to the stream; "swiglu": silu(gate) * up
     rows      of the weight; of a SwiGLU gates and ups together

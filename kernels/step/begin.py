@@ -44,8 +44,8 @@ _BLOCK_S = 64
 
 
 class RowTrees(NamedTuple):
-    """What `gather_and_embed` needs for rows that are trees, and where it stores how lanes are
-    connected."""
+    """Inputs of `gather_and_embed` for rows that are trees, and the lanes' places in trees, which
+    it writes."""
 
     tables: TreeTables
     lanes: TreeLanes
@@ -76,10 +76,10 @@ def gather_and_embed(
     names a running slot; it is padded for -1, for a number past the last slot, and for a slot that
     stopped or starts afresh. No slot may be named twice.
 
-    Lane r * W + j of a live row is at position kv_len + j: lane 0 has the slot's next token, lane
-    j draft j - 1 of the table. Lane j > 0 is padded if one of the drafts up to its own is absent,
-    or if the sequence up to it, position + 1 tokens, reaches max_len: what it would sample lies
-    past the request's end.
+    Lane r * W + j of a live row is at position kv_len + j: lane 0 has the slot's next token, lane j
+    draft j - 1 of the table. Lane j > 0 is padded if one of the drafts up to its own is absent, or
+    if the sequence up to it, position + 1 tokens, reaches max_len: its sample would lie past the
+    request's end.
 
     With `trees` lane j is node j of its slot's tree, at position kv_len + its depth, and has draft
     j - 1 of the table. It is padded if that draft is absent, if its position is too great as above,

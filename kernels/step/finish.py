@@ -284,7 +284,7 @@ class _Row(NamedTuple):
 
 
 class _Emitted(NamedTuple):
-    """What a row emits."""
+    """The tokens that a row emits."""
 
     token_W: Any
     """int32 [BLOCK_W]: the tokens after its lanes, or along its path."""
@@ -340,7 +340,8 @@ def _finish_decode_kernel(
 ):
     """One program a row. Only tiles and `relaxed` may be written by the launch before.
 
-    It has BLOCK_W lanes; those past W count as padded. After a tree's walk they are its path's.
+    It has BLOCK_W lanes; those past W count as padded. After a tree's walk they are the lanes of
+    its path.
     """
     index = tl.program_id(0)
     j = tl.arange(0, BLOCK_W)
@@ -419,7 +420,9 @@ def _finish_decode_kernel(
 
 @triton.jit
 def _load_chain(lane_slot_ptr, lane_token_ptr, lane, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """What the next lane was fed, to compare with this lane's token, and whether it is live."""
+    """The token fed to the next lane, to compare with this lane's token, and whether the next lane
+    is live.
+    """
     j = tl.arange(0, BLOCK_W)
     next_slot_ptr = lane_slot_ptr + lane + 1
     fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0

@@ -1,4 +1,4 @@
-"""What the last kernel of a decode step returns, and its plain twin.
+"""The results of a decode step's last kernel, and its plain twin.
 
 Letters as in `finish.py`, and: L live rows.
 """
@@ -28,7 +28,7 @@ from graphengine.kernels.step.walk import AcceptedPath, fed_depths_reference, wa
 
 
 class FinishedStep(NamedTuple):
-    """What a decode step emitted, in new tensors; undefined in padded lanes."""
+    """A decode step's tokens and flags, in new tensors; undefined in padded lanes."""
 
     token_N: torch.Tensor
     """int32: the token after each lane, past the row's count too; -1 without valid logits. With

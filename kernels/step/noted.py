@@ -43,7 +43,7 @@ _BLOCK_T = 1024
 
 
 class FollowedAutomata(NamedTuple):
-    """What slots say, as their automata follow it."""
+    """Slots' automata, which follow their tokens."""
 
     automata: GrammarAutomata
     flags: torch.Tensor
@@ -68,8 +68,8 @@ def note_tokens(
     Args:
         token_N: int32, the token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, those of its first lanes; N is W * R.
-        lanes: what the model was fed; slots and positions are read. The row's first token goes to
-            the position after its first lane's.
+        lanes: the lanes that the model was fed; slots and positions are read. The row's first token
+            goes to the position after its first lane's.
         counts_SV: int32, dense rows; ids from V on are not counted.
         history_SP: int32, dense rows; tokens from position P on are dropped.
         followed: automata whose states go on by the tokens, in place.
@@ -150,7 +150,7 @@ def note_prompt(
     """Note a prompt chunk, in place: its ids are marked, its tokens written; one launch.
 
     A chunk whose first token is at position 0 begins a request: the slot's counts are cleared
-    first, and its automaton begins. What is in history past the chunk stays, and is never read.
+    first, and its automaton begins. Older history past the chunk stays, and is never read.
 
     Args:
         chunk: the chunk's lanes, the live ones first, of one slot and consecutive positions.

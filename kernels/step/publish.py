@@ -1,6 +1,6 @@
 """The last kernel of a prefill: it writes the rows' tokens into the mailbox for the host to read.
 
-`record` has the layout of what is written.
+`record` has the layout of the words.
 
 Letters: R rows of a bucket, W tokens a row.
 """

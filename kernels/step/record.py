@@ -1,4 +1,4 @@
-"""The record of a lane: what the last kernel of a replay writes for the host, and its one codec.
+"""The record of a lane, which a replay's last kernel writes for the host, and its one codec.
 
 A lane of a mailbox entry is a few items, each one aligned 64-bit word: a tag in the high half and
 32 bits of payload in the low half. The last item's payload is the lane's *state word*; the payloads

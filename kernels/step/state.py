@@ -4,9 +4,9 @@
     decode    gather_and_embed -> (model, sample) -> verify_commit_publish
 
 The decode ops are one kernel each and have modules of their own, `begin` and `finish`; so does
-`publish`, and `record` says what the host reads. The rules that both phases share are here. These
-ops are the only ones that write the device-owned state. The host never copies into it: it commands
-a new epoch for a slot, and the slot is started afresh once. A row that stopped clears its slot's
+`publish`, and `record` has the host's codec. The rules that both phases share are here. These ops
+are the only ones that write the device-owned state. The host never copies into it: it commands a
+new epoch for a slot, and the slot is started afresh once. A row that stopped clears its slot's
 `running`. So the next replay, which may be under way before the host has read this one, finds its
 lane padded.
 
@@ -99,7 +99,7 @@ class StopSequences(NamedTuple):
 
 
 class DecodeLanes(NamedTuple):
-    """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined.
+    """The lanes that a decode launch feeds to the model. Padded lanes: slot -1, rest undefined.
 
     In a row that is not padded as a whole, the padded lanes come last; in a tree they may be any
     but the root.
@@ -114,7 +114,9 @@ class DecodeLanes(NamedTuple):
 
 
 class PrefillLanes(NamedTuple):
-    """What the chunks of P prompts feed to the model. Padded lanes: slot -1, rest undefined."""
+    """The lanes that the chunks of P prompts feed to the model. Padded lanes: slot -1, rest
+    undefined.
+    """
 
     token: torch.Tensor
     """int32 [T]"""

@@ -64,13 +64,13 @@ def match_stop_sequences(
     *,
     pdl: bool = False,
 ) -> StopMatch:
-    """Cut what each row emitted after the first match; the module's docstring says what matches.
+    """Cut each row's emitted tokens after the first match; the module's docstring defines a match.
 
     Args:
         token_N: int32, the token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, those of its first lanes; N is W * R.
-        lanes: what the model was fed; slots and positions are read. The row's first token sits at
-            the position after its first lane's.
+        lanes: the lanes that the model was fed; slots and positions are read. The row's first token
+            sits at the position after its first lane's.
         history_SP: int32, dense rows; only read: the token at each position up to the row's first
             lane. P is at least the length of the longest sequence.
         sequences: indexed by slot.

@@ -1,4 +1,4 @@
-"""Which nodes of its tree a row accepts: a walk from the root, along the sampled tokens.
+"""The walk that finds the accepted nodes of a row's tree, from the root along the sampled tokens.
 
 At each node a token was sampled with the row's parameters and the noise of its position. The walk
 goes to the child that was fed the token sampled at its parent, until there is none. So the tokens

@@ -247,7 +247,7 @@ def _shape(
 
 
 def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> SplitResults:
-    """Uninitialised parts: programs read only what programs of the same launch wrote."""
+    """Uninitialised parts: programs read only parts that the same launch wrote."""
     acc = like.new_empty((parts, head_dim), dtype=torch.float32)
     largest = like.new_empty((2, parts), dtype=torch.float32)
     return SplitResults(acc, largest[0], largest[1])

@@ -64,7 +64,7 @@ class Lane(NamedTuple):
     position: Any
     """The lane's position; 0 unless it is inside."""
     shift: Any
-    """What is added to a position to find its row of RoPE's tables."""
+    """Added to a position to find its row of RoPE's tables."""
     entry: Any
     """Where the lane's own key and value belong, as the position of that entry in a chain."""
     used: Any

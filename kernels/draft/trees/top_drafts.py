@@ -265,7 +265,7 @@ def _merge_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per lane merges what its tiles found."""
+    """One program per lane merges the results of its tiles."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     live = slot >= 0

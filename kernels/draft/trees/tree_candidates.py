@@ -25,7 +25,9 @@ NOTHING = tl.constexpr(-(2**63))
 
 
 class Candidates(NamedTuple):
-    """The candidates found for each row; a tree reads only what was written while it grew."""
+    """The candidates found for each row; a tree reads only candidates that were written while it
+    grew.
+    """
 
     score: torch.Tensor
     """float32 [R, C]: -inf for no candidate."""

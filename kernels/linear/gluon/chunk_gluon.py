@@ -1,4 +1,4 @@
-"""What the persistent products of many lanes on Hopper share, in Gluon: requests of inputs and
+"""Code shared by the persistent products of many lanes on Hopper, in Gluon: requests of inputs and
 weights some steps ahead, the product of a tile, and its store.
 
 A program goes through its tiles of lanes and outputs, and through the columns of each, as one

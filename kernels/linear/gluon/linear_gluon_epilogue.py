@@ -1,4 +1,4 @@
-"""What the Gluon kernels of linears do apart from the product: other loads, the epilogue, and
+"""The parts of the Gluon kernels of linears other than the product: other loads, the epilogue, and
 partial sums.
 
 SWIGLU is 0, or the `gate_code` of a SwiGLU.
@@ -86,7 +86,7 @@ def epilogue(
     SIZE: gl.constexpr = 0,
     TIMED: gl.constexpr = True,
 ):
-    """Turn float32 sums [L, B] into what is stored, as `linear_triton._epilogue` does."""
+    """Apply the epilogue to float32 sums [L, B], as `linear_triton._epilogue` does."""
     slot, squares, base, begun = of_lanes
     if GROUPS > 0:
         scale = rms_factor(squares, lane, K, eps)
@@ -160,7 +160,9 @@ def lanes_of(L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
-    """Load what depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
+    """Load the operands that depend only on the outputs [B], as float32: next norm, bias, bias of
+    the ups.
+    """
     inside = output < OUTPUTS
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm

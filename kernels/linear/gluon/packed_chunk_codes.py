@@ -115,7 +115,7 @@ def _float_choice(bf16):
 
 @gluon.jit
 def ordered_halves(codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr):
-    """What 64 columns of codes [4, 4 * C, 64] stand for: [64, G, GROUP], in `half_layout`.
+    """The values of 64 columns of codes [4, 4 * C, 64]: [64, G, GROUP], in `half_layout`.
 
     They have the dtype of `inputs`. With ZEROS a power of two is still added to codes of 4 bits, as
     `without_zeros` wants them.
@@ -199,7 +199,7 @@ def _turns(pair, BF16: gl.constexpr):
 
 @gluon.jit
 def scaled_halves(halves, scales):
-    """Multiply halves [64, G, group] by what scales [64, G] stand for, where that is exact.
+    """Multiply halves [64, G, group] by the values of scales [64, G], where that is exact.
 
     Scales that are powers of two are doubled, as in `scale_floats`.
     """

@@ -43,7 +43,7 @@ _REGISTERS = gl.constexpr((240, 24))
 
 
 class Factors(NamedTuple):
-    """What is applied to a product's sums or codes; tensors as in `PackedWeight`.
+    """The factors on a product's sums or codes; tensors as in `PackedWeight`.
 
     delta  dense [N, M], added to the products of each lane
     """

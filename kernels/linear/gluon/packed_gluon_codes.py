@@ -147,7 +147,7 @@ def _unpacking_of_small_floats(bf16):
 
 @gluon.jit
 def halves_of(words, x, cut):
-    """What codes stand for: [streams, rows, columns] in pieces that share a scale.
+    """The values of codes: [streams, rows, columns] in pieces that share a scale.
 
     They have the dtype of `x`. `words` [streams, blocks of rows, halfwords] are of one or more
     blocks of columns; with small groups of one block, which has several pieces.

@@ -126,7 +126,7 @@ def ask_codes(codes, places, step, cut):
 
 @gluon.jit
 def _ask_scales(weight, part, cut):
-    """Request what `fill_ring` returns, for all of a program's groups."""
+    """Request the values that `fill_ring` returns, for all of a program's groups."""
     PITCH: gl.constexpr = 32 if cut.minimums else 16
     scales = _ask_groups(weight.scales, 0, part, cut, cut.group, cut.piece, PITCH)
     zeros, minimums, factors, of_minimums = scales, scales, scales, scales
@@ -210,7 +210,7 @@ def place_inputs(x_ptr, row, split, x_pitch, cut):
 def load_inputs(places, cut):
     """Load the inputs of the first tiles into registers.
 
-    `places` is what `place_inputs` returns, and which lanes exist.
+    `places` is the result of `place_inputs`, and which lanes exist.
     """
     ptrs, _, _ = places
     tiles = ()

@@ -1,4 +1,4 @@
-"""What prefill's kernels for Hopper share: descriptors; and tiles and operands of packed weights.
+"""Code shared by prefill's kernels for Hopper: descriptors; tiles and operands of packed weights.
 
 Letters: N lanes, K input features, M weight rows, F ffn width.
 """
@@ -26,7 +26,7 @@ _LEAST_STAGES, _MOST_STAGES = 3, 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program multiplies at a time; no part of the numerics.
+    """The tile that a program multiplies at a time; it does not affect the numerics.
 
     lanes        a power of two from 16 to 256
     warp_groups  1 or 2, of 64 rows each
@@ -78,7 +78,7 @@ class ChunkProduct(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """What is applied to the products."""
+        """The factors on the products."""
         weight = self.weight
         return Factors(weight.scales, weight.zeros, weight.row_scales, self.bias, self.delta)
 

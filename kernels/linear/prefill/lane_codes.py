@@ -21,7 +21,7 @@ from graphengine.kernels.core.paged import FP8_KV, FP8_MAX, quantise, quantised_
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 ActivationKind = Literal["fp8"]
-"""What prefill's activations can be rounded to: e4m3, with a scale a lane."""
+"""The format that prefill's activations can be rounded to: e4m3, with a scale a lane."""
 WORD = 4
 """Columns that are reordered together; K is a multiple of it."""
 LANES_AT_ONCE = 256
@@ -81,8 +81,7 @@ def quantise_lanes(
     Args:
         x_NK: dense rows, any stride between them. Padded lanes hold anything; no lane's codes
             depend on another lane.
-        out: what to write; None: new tensors.
-        pdl: the launch before may still run.
+        out: tensors to write; None: new ones. pdl: the launch before may still run.
 
     A code is the e4m3 nearest to `x * (448 / max|x|)`, ties to even. A lane of zeros has codes of
     zero, and NaN stays NaN. ValueError unless K is a multiple of 4, and for an `out` of another

@@ -62,7 +62,7 @@ _load_delta = gluon.jit(load_delta.fn)
 
 
 class _DeltaArgs(NamedTuple):
-    """What is added to the products of so many lanes, dense [N, 2F]."""
+    """The delta that is added to the products of these lanes, dense [N, 2F]."""
 
     rows: torch.Tensor
     lanes: int
