@@ -26,7 +26,9 @@ class OutOfBudget(ValueError):
 
 
 class MemoryBudget:
-    """An ordered table of what is held where. It adds up; it neither allocates nor measures."""
+    """An ordered table of allocations by place. It only adds up: it neither allocates nor
+    measures.
+    """
 
     def __init__(self) -> None:
         self.lines: list[BudgetLine] = []

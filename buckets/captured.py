@@ -1,9 +1,9 @@
 """Capture of a step program into a CUDA graph, and its replay.
 
-A *step program* is any callable without arguments that works on static buffers. On a CUDA device
-it is warmed up and captured once, and a replay launches the graph; on a CPU device a replay calls
-it. Graphs that share a pool also share memory: capture the largest first, on one stream, and never
-replay two of them at the same time. What must outlive a replay belongs in static buffers.
+A *step program* is any callable without arguments that works on static buffers. On a CUDA device it
+is warmed up and captured once, and a replay launches the graph; on a CPU device a replay calls it.
+Graphs that share a pool also share memory: capture the largest first, on one stream, and never
+replay two of them at the same time. Data that must outlive a replay belongs in static buffers.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ CHECK_EVERY = 64
 """Replays of a graph between two checks of its buffers' addresses."""
 
 Step = Callable[[], object]
-"""What is captured: a function of static tensors, whose result is ignored."""
+"""The function to capture. It works on static tensors; its result is ignored."""
 PoolHandle = tuple[int, int]
-"""What `torch.cuda.graph_pool_handle()` returns. A handle dies with the last graph that used it."""
+"""A handle from `torch.cuda.graph_pool_handle()`. It dies with the last graph that used it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """What capturing one bucket cost. On a CPU device nothing is captured: no nodes, no bytes.
+    """The cost of capturing one bucket. On a CPU device nothing is captured: no nodes, no bytes.
 
     `node_kinds` counts nodes by kind, as `count_nodes` does; None where they cannot be counted.
     `warm_up_ms` holds compilation, `capture_ms` recording and instantiation, both wall time.
-    `allocated_bytes` is what torch's allocator still holds as live after the capture,
+    `allocated_bytes` is the memory that torch's allocator still counts as live after the capture,
     `reserved_bytes` how much the pool grew, `driver_bytes` how much the driver's free memory fell:
     the pool's growth and the graph's own memory, but also what other processes took meanwhile.
     """
@@ -128,7 +128,7 @@ class CapturedGraph:
 
     @property
     def report(self) -> CaptureReport:
-        """What the capture cost; RuntimeError before `capture()`."""
+        """The cost of the capture; RuntimeError before `capture()`."""
         if self._report is None:
             raise RuntimeError(f"bucket {self.name!r} is not captured yet")
         return self._report
@@ -154,7 +154,7 @@ class CapturedGraph:
         """Run the step `warmups` times, for real, and wait for the stream.
 
         Kernels are compiled and workspaces allocated here, so that the capture needs neither. The
-        caller resets what the step did to the static buffers.
+        caller resets the step's changes to the static buffers.
         """
         step = self.step
         started = time.perf_counter()
@@ -409,7 +409,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable Python's collector: what it would free (events, modules) can invalidate a capture."""
+    """Disable Python's collector: freeing events or modules can invalidate a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

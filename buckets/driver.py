@@ -59,7 +59,9 @@ class Functions:
 
 
 class Driver(Functions):
-    """What a capture needs. RuntimeError, with the name of the error, where a function fails."""
+    """The driver's functions for captures. RuntimeError, with the name of the error, where one
+    fails.
+    """
 
     def __init__(self, library: Any) -> None:
         super().__init__(library, _PROTOTYPES)
@@ -75,7 +77,7 @@ class Driver(Functions):
         self.call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
 
     def drop_capture(self, stream: int) -> None:
-        """End the stream's capture, which may be invalid, and free what there is of its graph."""
+        """End the stream's capture, which may be invalid, and free its partial graph."""
         graph = ctypes.c_void_p()
         if not self._functions["cuStreamEndCapture"](stream, ctypes.byref(graph)) and graph.value:
             self.call("cuGraphDestroy", graph)

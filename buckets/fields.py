@@ -1,4 +1,6 @@
-"""The field table of static buffers: what each tensor is, and the layout of a group's tensors."""
+"""The field table of static buffers: a description of each tensor, and the layout of a group's
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ NUMPY_DTYPES = {
 class Field:
     """One row of the table: a tensor of `shape` (lanes first) and `dtype`, filled with `pad`.
 
-    `meaning` is for people: what the values are and what the pad value stands for. The host-owned
-    fields of one `group` are copied together. Processes that work together have the same values in
-    a `replicated` field. A field is not replicated if its padded lanes may hold anything, or if
-    each process has its own part.
+    `meaning` is for people: it describes the values and the pad value. The host-owned fields of one
+    `group` are copied together. Processes that work together have the same values in a `replicated`
+    field. A field is not replicated if its padded lanes may hold anything, or if each process has
+    its own part.
     """
 
     name: str

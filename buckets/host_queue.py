@@ -1,7 +1,7 @@
 """A stream for a CPU: work is queued in order, and done once somebody waits for it.
 
-On a CPU a copy or a replay is done within its call. A caller that must go on without waiting, such
-as one that tells other processes what to do meanwhile, queues it here.
+On a CPU a copy or a replay is done within its call. A caller that must not wait, such as one that
+sends commands to other processes first, queues it here.
 """
 
 from __future__ import annotations

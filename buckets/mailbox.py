@@ -123,7 +123,7 @@ class Mailbox:
         processor between polls, "block" sleeps 50 us between them. Every 2 ms, across calls,
         `stream`, on which the replay was launched, is queried for errors.
 
-        Raises TimeoutError after `limit`, saying what was waited for and which tags were found;
+        Raises TimeoutError after `limit`, with the awaited tag and the tags that were found;
         MailboxBroken when the stream reports an error (its cause), or is idle and the replay has
         not published, even if it was not launched yet.
         """
@@ -176,7 +176,7 @@ class Mailbox:
             idle = stream.query()
         except Exception as cause:
             raise MailboxBroken(f"the stream failed before replay {sequence}: {cause}") from cause
-        # Read again after the query: what a finished kernel stored is visible by then.
+        # Read again after the query: a finished kernel's stores are visible by then.
         if idle and not self.ready(sequence, lanes):
             raise MailboxBroken(
                 f"replay {sequence} finished without publishing, or was never launched: the stream "

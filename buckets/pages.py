@@ -112,7 +112,7 @@ class _Chunk(NamedTuple):
 class DevicePages:
     """Pages of a GPU in a reserved range of `limit` bytes, which itself takes no memory.
 
-    library  libcuda, or what stands in for it
+    library  libcuda, or a substitute for it
     """
 
     def __init__(self, device: torch.device, limit: int, library: Any) -> None:

@@ -3,7 +3,7 @@
 Each field has an owner. The host changes its fields with `load`; kernels read them and never write
 them. Device-owned fields are written by kernels alone and are no part of any copy. A field's first
 dimension counts its *lanes* (rows, slots or tokens); lanes that a load does not fill get the
-field's pad value, so that a padded lane never holds what an earlier load left there.
+field's pad value, so that a padded lane never holds an earlier load's values.
 
 The host-owned fields of a *group* share one block of bytes: a load edits the host's image of it,
 copies that into the next *staging block* (pinned on CUDA), and queues a single copy to the device;
@@ -44,7 +44,7 @@ class LaneUpdate:
 
 
 class CopiedRange(NamedTuple):
-    """What a load copied to the device: bytes start .. stop - 1 of the image of a group."""
+    """A copy that a load made to the device: bytes start .. stop - 1 of the image of a group."""
 
     group: int
     start: int
@@ -149,7 +149,7 @@ class StaticBuffers:
         `sequence` is the number of the first replay that will be launched after this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
 
-        Returns what was copied: `image` has its bytes, and other buffers may `repeat` it.
+        Returns the copied range: `image` has its bytes, and other buffers may `repeat` it.
 
         Raises ValueError, with the field and the numbers, for a field that is unknown or
         device-owned, too many lanes, a lane too long, values that are not numbers of the field's

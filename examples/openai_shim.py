@@ -7,7 +7,7 @@
 
 The standard library alone. The engine stays in one thread: handlers put jobs into a queue, and the
 loop in the main thread steps the engine and hands out events. There is no authentication, so it
-listens on this machine only. What it does not know is answered with 400, and never ignored.
+listens on this machine only. Unknown fields and values are answered with 400, and never ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ Token = Callable[[int], tuple[str, bytes]]
 
 
 class Loop:
-    """What handlers may use: `submit` from any thread, while `run` steps the engine in its own."""
+    """The handlers' access to the engine: `submit` from any thread, while `run` steps the engine in
+    its own.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -48,7 +50,7 @@ class Loop:
     def submit(self, works: Sequence[Work]) -> Generator[tuple[int, Event], None, None]:
         """Events, each with its place in `works`, until all have ended; errors as the engine's.
 
-        A caller that closes the iterator early cancels what is still running.
+        Closing the iterator early cancels the requests that still run.
         """
         found: queue.Queue[tuple[int, Event] | Exception] = queue.Queue()
         requests: list[Request] = []
@@ -111,7 +113,7 @@ class Loop:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
-# What is asked for.
+# Requests.
 
 
 class Refused(ValueError):
@@ -151,7 +153,7 @@ NOTHING: dict[str, Any] = {
 
 
 def read(body: object, *, chat: bool, model: str) -> Asked:
-    """ValueError, most often `Refused`, for what cannot be served."""
+    """ValueError, most often `Refused`, for a request that cannot be served."""
     if not isinstance(body, dict):
         raise Refused(f"the body is a {type(body).__name__}, not an object")
     asked: Body = {name: value for name, value in body.items() if value is not None}
@@ -213,7 +215,9 @@ def boolean(asked: Body, name: str) -> bool:
 
 
 def read_logprobs(asked: Body, chat: bool) -> int | None:
-    """How many of the most probable tokens are told beside each token; None: nothing is."""
+    """How many of the most probable tokens to return with each token; None: no
+    log-probabilities.
+    """
     if not chat:
         return integer(asked, "logprobs", 0, least=0, most=20) if "logprobs" in asked else None
     if boolean(asked, "logprobs"):
@@ -261,7 +265,7 @@ def read_messages(asked: Body) -> Chat:
     return Chat(messages=messages)
 
 
-# What is answered.
+# Responses.
 
 
 class Choice:
@@ -336,7 +340,7 @@ class Choice:
 
 
 def chunks(asked: Asked, events: Iterator[tuple[int, Event]], token: Token) -> Iterator[Body]:
-    """What a stream sends: a part of a choice for each event that has news, then the usage."""
+    """The parts of a stream: one of a choice for each event that has news, then the usage."""
     choices = [Choice(index, asked, token) for index in range(len(asked.works))]
     for place, event in events:
         if event.text or event.finish_reason or event.logprobs:
@@ -406,7 +410,7 @@ def handler(loop: Loop, model: str) -> type[BaseHTTPRequestHandler]:
                 chat = self.path == "/v1/chat/completions"
                 asked = read(json.loads(data), chat=chat, model=model)
                 with contextlib.closing(loop.submit(asked.works)) as events:
-                    # What the engine refuses is raised here, before anything is sent.
+                    # The engine's refusals are raised here, before anything is sent.
                     return self._serve(asked, itertools.chain([next(events)], events))
             except (ValueError, TypeError, RecursionError) as cause:
                 param = cause.param if isinstance(cause, Refused) else None
@@ -436,7 +440,7 @@ def handler(loop: Loop, model: str) -> type[BaseHTTPRequestHandler]:
         def send_error(
             self, code: int, message: str | None = None, explain: str | None = None
         ) -> None:
-            """What `http.server` itself refuses, such as other methods, in OpenAI's form."""
+            """Refusals of `http.server` itself, such as unknown methods, in OpenAI's form."""
             self._answer(code, error(message or str(code), kind="invalid_request_error"))
 
         def _not_found(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompts with embeddings: what an encoder sees stands between the words.
+"""Prompts with embeddings: an encoder's output stands between the words.
 
     python examples/prompt_embeddings.py
 

@@ -103,7 +103,7 @@ def _pieces(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, t
 
 
 def train(weights: dict[str, torch.Tensor], rollouts: Sequence[Result]) -> None:
-    """In place of a training step: a little noise."""
+    """Stands in for a training step: adds a little noise."""
     generator = torch.Generator().manual_seed(len(rollouts))
     for weight in weights.values():
         noise = torch.randn(weight.shape, generator=generator)

@@ -3,8 +3,8 @@
     python examples/robot_loop.py
 
 `step(timeout=0)` never waits for the GPU: it returns the events of a step that is done, or none. A
-newer observation cancels what was being said about the old one. On a CPU a step is computed inside
-the call, so that a tick takes at least as long.
+newer observation cancels the reply about the old one. On a CPU a step is computed inside the call,
+so that a tick takes at least as long.
 """
 
 from __future__ import annotations

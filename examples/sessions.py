@@ -2,7 +2,7 @@
 
     python examples/sessions.py
 
-Each turn prefills only what is new: `cached_tokens` counts what was there already.
+Each turn prefills only new tokens: `cached_tokens` counts those whose KV existed already.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A voice that speaks frame by frame, is interrupted, and goes on from what was heard (barge-in).
+"""A voice that speaks frame by frame, is interrupted, and continues from the last heard frame
+(barge-in).
 
     python examples/talking_loop.py [talk.wav]
 
@@ -27,7 +28,7 @@ PARAMS = SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)
 
 
 class Talk(NamedTuple):
-    """What was heard: the frames of each turn, and all of it as sound."""
+    """The heard part of a talk: the frames of each turn, and all of it as sound."""
 
     turns: list[np.ndarray[Any, Any]]
     kept: list[int]
@@ -67,7 +68,8 @@ def say(session: Session, text: list[int], heard_until: int | None = None) -> np
         if event.codes is not None:
             frames.append(event.codes)
         if heard_until is not None and len(frames) == heard_until + AHEAD:
-            # The user begins to speak. No frame more is made, and what is past the heard ones goes.
+            # The user begins to speak. No more frames are made, and those after the heard ones are
+            # dropped.
             session.interrupt()
     heard = frames[:heard_until]
     session.rewind(len(session) - start - len(heard))

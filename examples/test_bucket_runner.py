@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Eager:
-    """Stands in for a graph where there is none, and counts like one."""
+    """Stands in for a graph on a machine without one, and counts replays like one."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
@@ -69,7 +69,7 @@ class Runner:
         return self.logits[: len(ids)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the graphs read and write, as the runner has it now."""
+        """The runner's current tensors that the graphs read and write."""
         names = ("table", "head", "ids", "lengths", "logits")
         return {name: getattr(self, name) for name in names}
 

@@ -42,7 +42,7 @@ def tiny_model(folder: str) -> Any:
 
 
 def seen(tower: Any, picture: torch.Tensor) -> GridEmbeds:
-    """What the tower sees of a picture [3, height, width]: rows for its places, and their grid.
+    """The tower's output for a picture [3, height, width]: rows for its places, and their grid.
 
     With a published model, its image processor makes patches and grid (`image_grid_thw`).
     """

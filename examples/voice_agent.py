@@ -24,7 +24,9 @@ async def speak(session: Session, question: str, voice: asyncio.Queue[str]) -> N
 
 
 async def converse(engine: Engine) -> tuple[str, str]:
-    """Two turns, the first of which is interrupted; what the user heard of each."""
+    """Two turns, the first of which is interrupted; returns the part of each that the user
+    heard.
+    """
     with engine.session() as session:
         before = len(session)
         voice: asyncio.Queue[str] = asyncio.Queue()

@@ -48,7 +48,7 @@ class Study:
     options    options of every engine, without the batch
     batches    continuations at a time, of one engine after the other
     modes      by the text that named them
-    filters    what every request samples with, besides its temperature
+    filters    sampling options of every request, besides its temperature
     prompts    token ids, one list for each continuation
     following  the tokens that follow each prompt in the text, as many as in a continuation
     """
@@ -180,7 +180,7 @@ def prompt_starts(
 
 
 def measure(study: Study, progress: Progress) -> dict[str, Any]:
-    """The JSON document; `progress` is told what is done, and what each drafter was worth."""
+    """The JSON document; `progress` is told the current measurement, and each drafter's result."""
     config = EngineConfig(**study.options)
     rows: list[dict[str, Any]] = []
     plain: dict[tuple[int, RowFamily], dict[float, _Run]] = {}

@@ -1,4 +1,4 @@
-"""What rounded weights or an fp8 KV cache do to a model's predictions, against float32 throughout.
+"""The effect of rounded weights or an fp8 KV cache on a model's predictions, compared with float32.
 
     python -m graphengine.profiles.accuracy --of weights --context 256 --out weights.json
     python -m graphengine.profiles.accuracy --of kv --shape demo --out kv.json
@@ -103,7 +103,7 @@ COMPARED: Mapping[str, Callable[[Sequence[int]], dict[str, dict[str, Any]]]] = {
     "kv": kinds_of_kv,
     "weights": kinds_of_weights,
 }
-"""What is compared; the functions take the calibration's tokens."""
+"""The kinds to compare; the functions take the calibration's tokens."""
 
 
 def measure(

@@ -61,7 +61,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def tell_written(*paths: Path | None) -> None:
-    """Say on standard error which files were written; None: nobody asked for that file."""
+    """Say on standard error which files were written; None: that file was not asked for."""
     for path in paths:
         if path is not None:
             print(f"wrote {path}", file=sys.stderr)

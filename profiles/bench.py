@@ -4,8 +4,8 @@ Each row of the result is an engine of its own. Before a figure is reported its 
 against eager steps, which `eager.py` explains; `checked` says how many. The function that takes a
 figure says what it means; these are in `measure.py`, `contexts.py`, `recording.py`,
 `speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`. All but the
-`speculation` of a row or a context comes from engines that do not speculate. What only a GPU has is
-null on a CPU. Chunks of a policy are measured in `policies/`.
+`speculation` of a row or a context comes from engines that do not speculate. Figures that only a
+GPU has are null on a CPU. Chunks of a policy are measured in `policies/`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def measure_all(
 ) -> dict[str, Any]:
     """Run everything that `bench` asks for; returns the JSON document.
 
-    `progress` is told what is done and how fast the steps are. `save` is called with the document
-    after each measurement, so that a late failure loses nothing.
+    `progress` is told the current measurement and the steps' speed. `save` is called with the
+    document after each measurement, so that a late failure loses nothing.
     """
     ceiling = measure_read_ceiling(bench.device)
     model = bench.subject.model

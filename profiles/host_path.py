@@ -1,4 +1,4 @@
-"""What a steady decode step costs the host, measured without a GPU, piece by piece.
+"""The host's cost of a steady decode step, measured without a GPU, piece by piece.
 
     python -m graphengine.profiles.host_path [--rows 1,8,32] [--steps 4000]
 

@@ -1,4 +1,4 @@
-"""The time that an opening engine takes to find out what its steps launch, on this CPU.
+"""The time that an opening engine takes to trace the launches of its steps, on this CPU.
 
 Usage: python -m graphengine.profiles.plan_time --shape llama-8b
 
@@ -29,7 +29,7 @@ _TIMES = 5
 
 
 def traced(shape: str, rows: int, max_seq_len: int) -> tuple[float, Footprint]:
-    """Milliseconds of the whole trace of an engine, and what it has found."""
+    """Milliseconds of the whole trace of an engine, and its result."""
     config = EngineConfig(device="cpu", dtype="bfloat16", max_batch=rows, max_seq_len=max_seq_len)
     subject = Subject.of_shape(shape)
     model, drafter = rounded_model(subject.model, config), random_drafter(subject, config)

@@ -90,7 +90,7 @@ def _drain(engine: Engine) -> None:
 
 
 def _between(engine: Engine, cause: str, usual: float) -> Callable[[int], None]:
-    """What the caller does after step number n."""
+    """The caller's work after step number n."""
 
     def stall(step: int) -> None:
         if step % STALL_EVERY == 0:

@@ -1,4 +1,4 @@
-"""Tell on standard error what a measurement is doing, until its figures are there."""
+"""Tell on standard error how a measurement goes, until its figures are there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Tells what is being done, on a line that a terminal shows in place of the last one.
+    """Shows the current work, on a line that replaces the last one on a terminal.
 
     stream  where it is told; a stream that is no terminal gets a line each time. None: nowhere
     """
@@ -23,7 +23,7 @@ class Progress:
         self._width = None if stream is None else columns(stream)
 
     def doing(self, text: str) -> None:
-        """Say what begins now."""
+        """Say which work begins now."""
         if self._stream is None:
             return
         if self._width is None:
@@ -34,12 +34,12 @@ class Progress:
         print(f"{_CLEAR}{shown}", end="", file=self._stream, flush=True)
 
     def done(self, text: str) -> None:
-        """Say what has come of it; the line stays."""
+        """Say its result; the line stays."""
         if self._stream is not None:
             print(f"{self._clear()}{fit(text, self._width)}", file=self._stream, flush=True)
 
     def end(self) -> None:
-        """Take back the line of what was being done."""
+        """Remove the line of the current work."""
         if self._stream is not None:
             print(self._clear(), end="", file=self._stream, flush=True)
 
@@ -52,7 +52,7 @@ SILENT = Progress(None)
 
 @contextmanager
 def told(*, quiet: bool) -> Iterator[Progress]:
-    """Tell on standard error what is done in the block, unless `quiet`."""
+    """Tell the progress in the block on standard error, unless `quiet`."""
     progress = SILENT if quiet else Progress(sys.stderr)
     try:
         yield progress

@@ -2,13 +2,13 @@
 
     graphengine tune --shape llama-1b --family dot --only qkv down
 
-What a linear costs depends on its neighbours: launched with PDL they overlap and compete for room
-on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
-place. A captured chain runs [qkv, output, gate_up, down] of a few layers as a decode step
-does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
-left out: `output` reads the first q_size columns of qkv's result, a strided view. For a hybrid, the
-chain has a block of each kind in place of a layer, without what recurs. With `--tensor-parallel` it
-is one rank's part, without the sums over ranks.
+A linear's cost depends on its neighbours: launched with PDL they overlap and compete for room on an
+SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in place. A
+captured chain runs [qkv, output, gate_up, down] of a few layers as a decode step does, on more
+weights than L2 can hold; lm_head is measured after such a chain. Only attention is left out:
+`output` reads the first q_size columns of qkv's result, a strided view. For a hybrid, the chain has
+a block of each kind in place of a layer, without recurrences. With `--tensor-parallel` it is one
+rank's part, without the sums over ranks.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,
 lm_head, and once more if that gained anything. Compared plans are replayed alternately, and a

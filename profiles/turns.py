@@ -9,7 +9,7 @@ runs alone in the engine, and their tokens must be the same, unless `--skip-chec
 reply comes from the decode kernels, and if random weights make two tokens nearly equally probable
 its last bits may decide.
 
-    cached_tokens   tokens of the second turn's prompt whose KV was there already
+    cached_tokens   tokens of the second turn's prompt whose KV existed already
     turn_ms         submission to first token: median, least and greatest of the runs
     prefill_ms      the same without the session
     ratio           of the medians: how many times as long the prefill takes

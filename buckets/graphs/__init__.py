@@ -1,1 +1,1 @@
-"""What a captured graph holds: its nodes and edges, as data, text and drawings."""
+"""The contents of a captured graph: its nodes and edges, as data, text and drawings."""

@@ -1,4 +1,4 @@
-"""What a captured graph launches: each kernel's function and the bytes of its parameters.
+"""The kernels that a captured graph launches: each one's function and the bytes of its parameters.
 
     for launch in read_launches(graph):           # a torch.cuda.CUDAGraph(keep_graph=True)
         print(launch.path, launch.name, launch.parameters)

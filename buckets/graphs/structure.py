@@ -1,4 +1,4 @@
-"""The structure of a captured graph as plain data: what `inspect_graph` returns.
+"""The structure of a captured graph as plain data, as `inspect_graph` returns it.
 
 It holds only numbers and strings: it outlives the graph, compares by value, and has no address in
 it, so two captures of the same program give the same structure. JSON is written and read here; text
@@ -38,11 +38,11 @@ class GraphNode:
     hide the number.
 
     Kernels have `name` (demangled where that is possible), `grid`, `block` (x, y, z) and
-    `shared_bytes`, the dynamic shared memory. `bytes` is what a memcpy, memset or mem_alloc moves,
-    sets or allocates. `detail` is the direction of a memcpy ("HtoD"; H host, D device, A array, U
-    unified address), the value and element size of a memset ("0 x 4 B"), "if", "while" or "switch"
-    of a conditional, the number of operations of a batch_mem_op. `inspect_graph` gives a kernel
-    none; who captured it may say there what it reads.
+    `shared_bytes`, the dynamic shared memory. `bytes` is the number of bytes that a memcpy, memset
+    or mem_alloc moves, sets or allocates. `detail` is the direction of a memcpy ("HtoD"; H host, D
+    device, A array, U unified address), the value and element size of a memset ("0 x 4 B"), "if",
+    "while" or "switch" of a conditional, the number of operations of a batch_mem_op.
+    `inspect_graph` gives a kernel none; who captured it may say there what it reads.
 
     `graphs` holds a child graph, or the bodies of a conditional. The bodies are None where they are
     unknown: see `inspect_graph`.

@@ -1,1 +1,1 @@
-"""The benchmark: what it measures, on which engines, against what."""
+"""The benchmark: its measurements, its engines, and its comparisons."""

@@ -49,7 +49,7 @@ class Contexts:
     lengths      tokens of a row when its turn begins, ascending
     limit        tokens of a row when it ends, at most: at a longer context it begins earlier
     max_batch    slots of every engine; None: the rows of the batch
-    max_seq_len  of every engine; None: what its longest context needs
+    max_seq_len  of every engine; None: the length that its longest context needs
     prefilled    whether the KV is prefilled; otherwise it is random
     """
 
@@ -147,7 +147,9 @@ def read_contexts(options: argparse.Namespace, subject: Subject) -> Contexts | N
 def skipped(
     live: int, context: int, what: str, error: OutOfBudget, speculative: str | None = None
 ) -> dict[str, Any]:
-    """An entry for what does not fit in memory: `what`, and the first line of the error."""
+    """An entry for a measurement that does not fit in memory: `what`, and the first line of the
+    error.
+    """
     short, _, _ = str(error).partition("\n")
     return {
         "live": live,
@@ -321,7 +323,7 @@ def measure_context_kernels(
 ) -> Iterator[dict[str, Any]]:
     """Yields the kernels of each batch at each context, in engines without PDL.
 
-    What does not fit in memory is left out.
+    Measurements that do not fit in memory are left out.
     """
     for work in map(kernel_work, works):
         with contexts.engine(work, contexts.lengths, {"pdl": False}, open_engine, []) as opened:

@@ -1,4 +1,4 @@
-"""Tokens before numbers: the graphs must give what their step programs give when run eagerly.
+"""Tokens before numbers: the graphs must give the same tokens as their step programs run eagerly.
 
 An eager step, of prefill or of decoding, is the captured function called from Python: the same
 kernels with the same plans, on the same buffers, under the same scheduler. The comparison shows
@@ -40,7 +40,7 @@ class EagerStep:
 
 
 def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer]:
-    """What `run` returns with the captured graphs, and with eager steps in their places.
+    """The results of `run` with the captured graphs, and with eager steps in their places.
 
     RuntimeError if a replay of the second run was not an eager step: then graphs would have been
     compared with themselves.
@@ -58,7 +58,7 @@ def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer
 
 
 def with_launches(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, dict[GraphKey, int]]:
-    """What `run` returns, and how often each graph was launched for it."""
+    """The result of `run`, and how often each graph was launched for it."""
     drain(engine)
     before = Counter(engine.counters)
     answer = run()
@@ -73,7 +73,7 @@ def launches(engine: Engine, counters: Mapping[str, int]) -> dict[GraphKey, int]
 
 
 def drain(engine: Engine) -> None:
-    """Collect what was launched after the last request's end."""
+    """Collect the launches after the last request's end."""
     while engine.busy:
         engine.step()
 

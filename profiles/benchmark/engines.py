@@ -51,7 +51,7 @@ DSPARK_RANK = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartUp:
-    """Seconds and MiB that an engine took to start; what only a GPU has is None on a CPU.
+    """Seconds and MiB that an engine took to start; figures that only a GPU has are None on a CPU.
 
     total_s      from nothing to ready, `weights_s` included
     weights_s    weights allocated and drawn, or read
@@ -61,8 +61,9 @@ class StartUp:
     warm_up_s    sum over the graphs: their first runs
     capture_s    sum over the graphs: recording, instantiation and upload
     capture_mib  device memory that the graphs added: pool_mib + graphs_mib
-    pool_mib     of it, what torch reserved for intermediates; the longest prefill needs most
-    graphs_mib   of it, what the driver took beyond that: the graphs themselves
+    pool_mib     of it, the memory that torch reserved for intermediates; the longest prefill needs
+                 most
+    graphs_mib   of it, the memory that the driver took beyond that, for the graphs themselves
     graphs       how many were captured
     """
 

@@ -3,7 +3,7 @@
 For decode steps this is meaningful only without programmatic dependent launch: with it kernels
 overlap, and the sum of their times exceeds the step's.
 
-What a kernel reads is not guessed from its name: the kernels of a replay must be the launches that
+A kernel's inputs are not guessed from its name: the kernels of a replay must be the launches that
 were recorded of the graph's step, in the same order.
 """
 

@@ -1,4 +1,4 @@
-"""One rank of several by itself: what the others would push to it, it pushes to itself.
+"""One rank of several by itself: it pushes to itself in place of the others' pushes.
 
 It launches the kernels of a rank on the shapes of a rank, and waits for items as a rank does. Its
 times lack the others: transfers between GPUs, and ranks that come late. Its tokens mean nothing.

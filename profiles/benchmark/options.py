@@ -1,4 +1,4 @@
-"""The options of `graphengine bench`: what is asked for, and the engines that this takes."""
+"""The options of `graphengine bench`: its measurements, and the engines that they need."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT_SEQ_LEN = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """One invocation: what is measured, on which engines.
+    """One invocation: its measurements, and the engines that they need.
 
     options         options of every engine, except the sizes that each measurement chooses
     default_engine  add a row with one live request in an engine of the default sizes

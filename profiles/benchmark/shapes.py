@@ -47,7 +47,7 @@ _INTEGER_SCALE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is measured: a shape with random weights, or a checkpoint where `checkpoint` is set.
+    """A model to measure: a shape with random weights, or a checkpoint where `checkpoint` is set.
 
     drawn  whether its weights are random like a shape's, in spite of `checkpoint`
     """
@@ -155,7 +155,7 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
     codes.random_(0, 256, generator=generator)
     codes &= code.drawn
     drawn = code.values(torch.arange(1 << code.bits, dtype=torch.uint8) & code.drawn)
-    # What a minimum takes away leaves the spread of codes.
+    # Subtracting a minimum does not change the spread of codes.
     size = float(drawn.std()) if weight.format.has_minimums else code.size
     scale = WEIGHT_SCALE / size
     if weight.row_scales is not None:

@@ -1,4 +1,4 @@
-"""`graphengine bench --speculative`: what a speculative step costs, and when it pays.
+"""`graphengine bench --speculative`: the cost of a speculative step, and when it pays.
 
 For each draft length K one engine accepts drafts as the target says; its tokens must be those of
 plain decoding in the same row family before any number is reported. Then engines that accept n

@@ -1,4 +1,6 @@
-"""What `graphengine profile` runs: requests that decode in an engine of a shape or a checkpoint."""
+"""The workload of `graphengine profile`: requests that decode in an engine of a shape or a
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CAUSES = {
     "bucket": "now and then a second request joins, and the only larger bucket has 32 rows",
     "prefill": "now and then a request with a long prompt joins",
 }
-"""Causes that `profile planted` plants, and what happens."""
+"""Causes that `profile planted` plants, and their effects."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

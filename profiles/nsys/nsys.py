@@ -26,8 +26,8 @@ def nsys_command(
 ) -> list[str]:
     """The words of a command line that profiles `command` into `out`.nsys-rep and `out`.sqlite.
 
-    In addition to CUDA and the ranges it traces calls of the operating system, which show what a
-    late host waited in. nsys keeps those of 1 us or more, and makes each a little slower.
+    In addition to CUDA and the ranges it traces calls of the operating system, which show where a
+    late host waited. nsys keeps those of 1 us or more, and makes each a little slower.
 
     trace  one of `TRACES`
     whole  from beginning to end, not only between the calls of the CUDA profiler's interface
@@ -79,7 +79,7 @@ def run_nsys(command: Sequence[str], *, trace: str, out: Path, whole: bool = Fal
 
 
 def instructions(words: Sequence[str], database: Path) -> str:
-    """What to do on another machine."""
+    """Instructions for another machine."""
     return "\n".join(
         [
             "nsys is not installed here, so nothing was profiled. On a machine that has it "

@@ -1,4 +1,4 @@
-"""Reads what `nsys export --type sqlite` writes, in either mode of `--cuda-graph-trace`.
+"""Reads files of `nsys export --type sqlite`, in either mode of `--cuda-graph-trace`.
 
 nsys creates tables as it needs them, and versions differ in their columns, so each is looked up
 before it is used. Names follow the "SQLite Export Schema Reference" of Nsight Systems: with
@@ -55,7 +55,7 @@ STAGE_RANGES = {
 
 
 class Launch(NamedTuple):
-    """A call that launched a graph, and what is known of it."""
+    """A call that launched a graph, with facts about it."""
 
     process: int
     correlation: int
@@ -146,7 +146,7 @@ def _launches(tables: Tables, strings: dict[int, str]) -> dict[tuple[int, int], 
 
 
 class _Work(NamedTuple):
-    """What one launch did on the device; times are 0 if CUPTI could not tell them."""
+    """A launch's work on the device; times are 0 if CUPTI could not tell them."""
 
     begin: int
     end: int

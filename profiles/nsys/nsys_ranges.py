@@ -1,4 +1,4 @@
-"""The engine's NVTX ranges in an nsys export, and what they say about the graphs in them."""
+"""The engine's NVTX ranges in an nsys export, and their facts about the graphs in them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _text(text: str | None, identity: int | None, strings: dict[int, str]) -> st
 
 
 class Fact(NamedTuple):
-    """What the ranges around a launch say about it."""
+    """The facts about a launch from the ranges around it."""
 
     kind: str
     rows: int

@@ -1,9 +1,9 @@
 """Chrome traces of torch's profiler (CUPTI): writes them with the recorder's lines, and reads them.
 
 A trace opens in Perfetto (https://ui.perfetto.dev). Its replays are the kernels that carry the
-correlation of one cudaGraphLaunch. What the trace alone cannot tell (buckets, live rows, stages,
-requests) comes from the recorder, whose lines travel in the same file under the key `graphengine`,
-and are drawn as a track of their own.
+correlation of one cudaGraphLaunch. Facts that the trace alone does not have (buckets, live rows,
+stages, requests) comes from the recorder, whose lines travel in the same file under the key
+`graphengine`, and are drawn as a track of their own.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def _numbers(
 def _replays_alone(
     launches: Sequence[Mapping[str, Any]], work: Mapping[int, list[Mapping[str, Any]]]
 ) -> Replays:
-    """What a trace alone says about replays: their times, and how many kernels they had."""
+    """The facts about replays from a trace alone: their times, and how many kernels they had."""
     numbers = _numbers(launches, work)
     by_number = {launch["args"]["correlation"]: launch for launch in launches}
     launch = _nanoseconds(float(by_number[number]["ts"]) for number in numbers)
@@ -334,7 +334,7 @@ def _kernels(
 
 
 def _activities(events: Sequence[Mapping[str, Any]], offset_us: float) -> Activities:
-    """Calls other than graph launches, and what ran on the device outside of graphs."""
+    """Calls other than graph launches, and the device's work outside of graphs."""
     found = []
     launched = {launch["args"]["correlation"] for launch in _launch_events(events)}
     for event in events:

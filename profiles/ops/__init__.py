@@ -1,4 +1,6 @@
-"""`graphengine ops`: what the steps of an engine, a shape or a policy launch, kernel by kernel."""
+"""`graphengine ops`: the launches of an engine's, a shape's or a policy's steps, kernel by
+kernel.
+"""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 
 asked.py   the options
 floor.py   the bytes that a chunk must read
-chunks.py  what is measured
+chunks.py  the measurements
 """

@@ -171,7 +171,7 @@ def _inputs(bench: PolicyBench) -> tuple[PromptParts, Tensor]:
 
 @contextmanager
 def _opened(bench: PolicyBench, weights: PolicyWeights, steps: int) -> Iterator[Policy]:
-    """A policy over these weights with a graph for the prefix's length alone."""
+    """A policy over these weights, with a graph only for the prefix's length."""
     tokens = bench.shape.prefix_tokens
     policy = Policy(
         bench.config,

@@ -26,7 +26,7 @@ _BEFORE_KV = re.compile(r"input_layernorm|[qkv]_proj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyBytes:
-    """What a chunk reads, in bytes.
+    """The bytes that a chunk reads.
 
     prefix   weights of the prefix's model: of its last layer only queries, keys and values, and no
              embedding, of which a chunk reads a few rows
@@ -61,7 +61,7 @@ class PolicyBytes:
         prefix = _layers(tensors, "prefix", config.prefix.num_layers)
         expert = _layers(tensors, "expert", config.expert.num_layers)
         H = config.expert.hidden_size
-        # The half of `joined` that reads time is not read: what time adds is computed once.
+        # The half of `joined` that reads time is left out: its product is computed once.
         joined = weights.joined.weight[:, :H].numel() * dtype.itemsize
         of_actions = sum(map(_nbytes, (weights.action, weights.mixed, weights.velocity)))
         values = sum(
@@ -103,7 +103,7 @@ class PolicyBytes:
 
 
 class _Layers(NamedTuple):
-    """Bytes of a model's layers and final norm, and of what leads to the last layer's KV."""
+    """Bytes of a model's layers and final norm, and of the part up to the last layer's KV."""
 
     whole: int
     kept: int

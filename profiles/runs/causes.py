@@ -1,4 +1,4 @@
-"""What makes tokens late: every cause that a report names, what grew, and what to do about it.
+"""Causes of late tokens: every cause that a report names, what took longer, and a remedy.
 
 The report shows the remedy beside the cause; docs/profiling.md has the same table.
 """
@@ -11,8 +11,8 @@ from typing import NamedTuple
 class Cause(NamedTuple):
     """A cause by the name it has in a report.
 
-    grew    what took longer than usual
-    remedy  what to do, as an imperative; names of code are between backticks
+    grew    the work that took longer than usual
+    remedy  advice, as an imperative; names of code are between backticks
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Two runs compared: what changed, and with what confidence.
+"""Two runs compared: the changes, with their confidence.
 
 Gaps are not independent of their neighbours (a busy host, a hot device, a long context last for
 many steps), so they are drawn in blocks of consecutive steps, each step with all gaps that end
@@ -67,9 +67,9 @@ class Change:
 def compare(before: Run, after: Run, *, draws: int = DRAWS, seed: int = 0) -> dict[str, Any]:
     """All gaps by percentile, and kernels by their time a replay, as a JSON document.
 
-    `notes` say what else differs, `steps` how many gaps are separate. `kernels` has those of both
-    runs, by bucket, and `only` those of one run; None if a source has no kernels. The same runs and
-    seed give the same document.
+    `notes` list other differences; `steps` is how many gaps are separate. `kernels` has those of
+    both runs, by bucket, and `only` those of one run; None if a source has no kernels. The same
+    runs and seed give the same document.
     """
     random = np.random.default_rng(seed)
     steps = [break_down(run).milliseconds for run in (before, after)]

@@ -1,4 +1,4 @@
-"""What stands out in a run: each outlier with its cause, and what is wrong with every step."""
+"""Findings of a run: each outlier with its cause, and faults of every step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Outlier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A line for people about what stands out: `count` gaps, `excess_ms` above the usual in all."""
+    """A line for people about an outlier's cause: `count` gaps, `excess_ms` above the usual in
+    all.
+    """
 
     cause: str
     count: int
@@ -283,7 +285,7 @@ def _is_sync(name: str) -> bool:
 
 
 def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Finding]:
-    """Lines for people: causes of outliers, the costliest first, then what holds in every step."""
+    """Lines for people: causes of outliers, the costliest first, then findings about every step."""
     groups: dict[str, list[Outlier]] = defaultdict(list)
     for outlier in judged:
         groups[outlier.cause].append(outlier)
@@ -318,7 +320,7 @@ def _hidden_syncs(found: Breakdown) -> list[Finding]:
 
 
 def _idle(run: Run, found: Breakdown) -> list[Finding]:
-    """A device that is often idle, and what the host does meanwhile."""
+    """A finding about a device that is often idle, and the host's work during that time."""
     device = found.usual(found.device_us)
     if run.on_host or np.isnan(device) or not found.parts or not found.typical_ms:
         return []

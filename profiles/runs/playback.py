@@ -1,4 +1,4 @@
-"""Frames of sound that a player had in time, and what late ones waited for."""
+"""Frames of sound that a player had in time, and the causes of late ones."""
 
 from __future__ import annotations
 

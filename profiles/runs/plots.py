@@ -22,7 +22,7 @@ PERCENTILES = {"p50": 2, "p90": 10, "p99": 100, "p99.9": 1000, "p99.99": 10_000}
 """For each percentile by name, the number of gaps of which one is longer."""
 
 Chart = dict[str, Any]
-"""What page.js draws: `name`, the axes `x` and `y`, and lists of `lines`, `bars`, `points` and
+"""A plot for page.js: `name`, the axes `x` and `y`, and lists of `lines`, `bars`, `points` and
 `limits`. Times are in microseconds; `time` marks their axes, which choose their own unit."""
 
 
@@ -284,7 +284,7 @@ def buckets(document: Mapping[str, Any]) -> Plot:
 
 
 def captures(document: Mapping[str, Any]) -> Plot | None:
-    """What each graph took to capture, in time and memory."""
+    """The time and memory of each graph's capture."""
     rows = document["captures"]
     if not rows:
         return None

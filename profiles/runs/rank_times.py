@@ -1,4 +1,4 @@
-"""What a run of several ranks tells of them: skew of their launches, and time in collectives."""
+"""A run's facts about several ranks: skew of their launches, and time in collectives."""
 
 from __future__ import annotations
 

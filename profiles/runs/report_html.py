@@ -93,7 +93,7 @@ def _with_meaning(text: str, named: Fact | Column) -> str:
 
 
 def _with_code(text: str) -> str:
-    """A text of ours, with what is between backticks as code."""
+    """A text of ours, with words between backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 

@@ -39,7 +39,7 @@ class Section:
 
 
 def sections(document: Document) -> list[Section]:
-    """All sections on the run alone that the document has data for."""
+    """All sections about the run itself for which the document has data."""
     found = (
         _latencies(document),
         _frames(document["frames"]),
@@ -72,11 +72,11 @@ ENGINE_FACTS = {
     "speculative": "who drafts tokens, and how many in a step",
     "numerics_id": "names the arithmetic: runs with the same one give the same tokens, bit by bit",
 }
-"""Facts of the engine that a report shows, and what they mean."""
+"""Facts of the engine that a report shows, with their meanings."""
 
 
 def legend(named: Iterable[Fact | Column]) -> list[str]:
-    """A line that says what the names mean, if any of them needs it."""
+    """A line that explains the names, if any of them needs it."""
     found = [f"{one.title}: {one.meaning}" for one in named if one.meaning]
     return ["; ".join(found)] if found else []
 
@@ -103,7 +103,7 @@ def facts(document: Document) -> list[Fact]:
 
 
 def notes(document: Document) -> list[str]:
-    """What a reader must know before the figures."""
+    """Notes that a reader needs before the figures."""
     differ = (document["against"] or {}).get("notes", ())
     return [*document["notes"], *(f"the two runs differ in {note}" for note in differ)]
 
@@ -381,7 +381,7 @@ def _bucket_and_kernel(row: Row) -> str:
 
 
 def _missing(document: Document) -> Section | None:
-    """What this source cannot tell."""
+    """Facts that this source does not have."""
     absent = [
         what
         for what, value in (

@@ -40,7 +40,7 @@ def _section(section: Section) -> str:
 
 
 def _table(table: Table) -> str:
-    """Columns as wide as their cells, and what their headings mean."""
+    """Columns as wide as their cells, and the meanings of their headings."""
     cells = [[column.title for column in table.columns]]
     cells += [[column.cell(row) for column in table.columns] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -125,8 +125,7 @@ class Activities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """What a recording of several ranks tells of them. All other times of a run are rank 0's, the
-    driver's.
+    """A recording's facts about several ranks. All other times of a run are rank 0's, the driver's.
 
     count, option  their number, and the engine's option that asks for them
     waited_s       seconds that rank 0 waited for the others' parts; None if unknown
@@ -162,10 +161,10 @@ class ThreadUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one file says about one run.
+    """One run, as its file describes it.
 
     source      "recorder", "nsys graph", "nsys node" or "torch"
-    notes       what a reader must know: parts that are missing, a file that was cut off
+    notes       for the reader: parts that are missing, a file that was cut off
     stages      by the names of `STAGES`: begin and end of each time that the host was in it, (n, 2)
     gap_basis   the events between which `gaps` are measured
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
@@ -316,7 +315,9 @@ def request_columns(rows: Sequence[Mapping[str, Any]]) -> Requests:
 
 
 def ranks_of(header: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> Ranks | None:
-    """What the header and the replays say of several ranks; None where the header says nothing."""
+    """The facts about several ranks in the header and the replays; None where the header has
+    none.
+    """
     if header is None:
         return None
     return Ranks(

@@ -26,7 +26,7 @@ REQUEST_TIMES = ("submitted", "first", "finished")
 class Lines:
     """The checked lines, with the right types.
 
-    notes    what a reader must know: a truncated file, dropped replays
+    notes    for the reader: a truncated file, dropped replays
     dropped  replays that the recorder's ring had no room for
     """
 

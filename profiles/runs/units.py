@@ -24,7 +24,7 @@ def unit_for(us: float, least: Unit = US) -> Unit:
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """A count and what is counted: 1 replay, 1,200 replays. `many` is where an s is not enough."""
+    """A count with its noun: 1 replay, 1,200 replays. `many` is where an s is not enough."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 

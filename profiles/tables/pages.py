@@ -205,7 +205,7 @@ LONG_COLUMNS = (
 
 
 def _kept(found: Row) -> str:
-    """What the program kept of the newest tokens, so that the collector had work."""
+    """The objects that the program kept for the newest tokens, so that the collector had work."""
     objects = found.get("kept_objects")
     if objects is None:
         return "nothing"
@@ -256,7 +256,7 @@ def _elsewhere(device: str, usual: str) -> str:
 
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
-    """List items for what a document has besides its rows."""
+    """List items for a document's contents other than its rows."""
     notes, file = [], f"(file {document['number']})"
     if document["admission"] is not None:
         found = document["admission"]

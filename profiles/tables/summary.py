@@ -14,10 +14,10 @@ BENCH = "graphengine bench --shape"
 class Figure(NamedTuple):
     """One row of the summary.
 
-    what     was measured, for people
+    what     was measured
     result   the file's name, without `.json`
     read     the figure, with its unit, from the file's document
-    command  what repeats it
+    command  that repeats it
     """
 
     what: str

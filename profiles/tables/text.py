@@ -351,7 +351,9 @@ def long_runs(row: Row) -> list[Row]:
 
 
 def _consumer(found: Row) -> str:
-    """What the consumer of a long run kept; empty for older documents, where it kept nothing."""
+    """A text about what a long run's consumer kept; empty for older documents, where it kept
+    nothing.
+    """
     objects = found.get("kept_objects")
     if objects is None:
         return ""

@@ -1,1 +1,1 @@
-"""The search for plans of decode linears: what is tried, how it is timed, what is kept."""
+"""The search for plans of decode linears: candidates, timing, and the choice."""

@@ -60,7 +60,7 @@ _MAX_PROCESSES = 16
 # Error over the size of the outputs, after up to three rounded products.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 Setting = tuple[ModelConfig, torch.dtype, torch.device, tuple[int, ...]]
-"""What a compiling process needs to make the same chain."""
+"""The data from which a compiling process makes the same chain."""
 
 
 class ChainBench:
@@ -117,7 +117,7 @@ class ChainBench:
     def launches(
         self, plans: LinearPlans | None, rows: int, *, layers: int, head: bool
     ) -> Iterator[tuple[str, Any]]:
-        """Launch one linear after the other, as the model's decode does, and yield what it gives.
+        """Launch one linear after the other, as the model's decode does, and yield each result.
 
         An output is valid until the next launch. With `plans` None: references, and logits.
         """

@@ -77,7 +77,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """What a drafter is trained on, int32 on the device.
+    """The text that a drafter is trained on, int32 on the device.
 
     corpus  [tokens]
     own     [windows, length + 1] that the target wrote parts of; empty: all text is the corpus's
@@ -231,7 +231,7 @@ def train(
     stdlib_only: bool = False,
     heldout: int | None = None,
 ) -> dict[str, Any]:
-    """The whole command; returns what metrics.json holds.
+    """The whole command; returns the contents of metrics.json.
 
     text_path  where the text is, or will be if nothing is there
     heldout    number of tokens of the held-out text to evaluate on; None: all

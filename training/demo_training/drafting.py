@@ -1,9 +1,9 @@
-"""What drafters for the demo model share: their loss, their metric, and what a training script must
-know of them.
+"""Code shared by drafters for the demo model: their loss, their metric, and what a training script
+must know of them.
 
 An anchor is a position of a window up to which the target has run. After it a drafter makes as many
 drafts as its depth. Draft d after anchor p, counted from 1, is a token for position p+1+d. It is
-trained towards what the target says at position p+d.
+trained towards the target's distribution at position p+d.
 
 Shapes: B windows, T tokens of a window, H hidden, A layers of the target that are read, M anchors,
 V vocabulary, D draft vocabulary.
@@ -25,14 +25,14 @@ DECAY = 0.8
 # Scale of the first logits: a drafter that has learned nothing yet should not be sure.
 UNSURE = 0.25
 # Share of the loss that is the distance of the distributions, as DSpark is trained: acceptance
-# depends on it. The rest is cross entropy, from which a drafter that knows nothing learns.
+# depends on it. The rest is cross entropy, from which an untrained drafter learns.
 DISTANCE = 0.9
 # Every STRIDE-th position of a held-out window is evaluated.
 STRIDE = 4
 
 
 class Reading(NamedTuple):
-    """What drafters read of windows.
+    """The inputs of drafters, for windows.
 
     hidden     [B,T,H], from which the target makes its logits
     streams    [B,T,A*H], outputs of the target's chosen layers, side by side

@@ -1,4 +1,4 @@
-"""What the training scripts print."""
+"""Printing of the training scripts."""
 
 import time
 

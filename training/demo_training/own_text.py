@@ -1,7 +1,8 @@
 """Text that the demo model wrote in part itself, like the text that its drafter will meet.
 
-A drafter drafts what its target writes, which is not what the target was trained on: a greedy
-target repeats itself. For that reason EAGLE-3 and DFlash are trained on their target's own answers.
+A drafter drafts text that its target writes, which differs from the target's training text: a
+greedy target repeats itself. For that reason EAGLE-3 and DFlash are trained on their target's own
+answers.
 
 Shapes: B windows, T tokens of a window, C tokens fed at once, S rows of a cache, Q query heads, G
 key/value heads, D head_dim, V vocabulary.
@@ -32,7 +33,7 @@ class CachedAttention:
     ) -> None:
         rows = -(-length // ALIGNED) * ALIGNED
         shape = (windows, config.kv_heads, rows, config.head_dim)
-        # Zeros: what a mask hides must still be numbers.
+        # Zeros, as masked values must still be numbers.
         self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
 
     def rows(self, row_C: torch.Tensor) -> "CachedAttention":

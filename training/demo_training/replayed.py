@@ -16,7 +16,7 @@ WARM_UP = 3
 
 
 class Replayed:
-    """What `function` returns, computed by a CUDA graph that reads tensors like `fed`.
+    """Computes the result of `function` by a CUDA graph that reads tensors like `fed`.
 
     Results are overwritten by the next call. The function must not wait for the device. The
     constructor calls it a few times to warm up.

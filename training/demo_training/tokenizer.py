@@ -23,7 +23,7 @@ PATTERN = (
 )
 
 # A toy, so that chats can be tried: the model was trained on source code and knows no roles, so a
-# conversation is the text of its messages, and a reply is what may follow.
+# conversation is the text of its messages, and a reply is a continuation.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 

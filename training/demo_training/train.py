@@ -29,7 +29,7 @@ VALIDATION_TOKENS = 1 << 18
 # Seconds of --limit kept for the last validation, the held-out metrics and the export.
 RESERVE = 45.0
 
-# Takes a model and what it is fed; returns the loss to minimise and its parts.
+# Takes a model and its inputs; returns the loss to minimise and its parts.
 Losses = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -229,7 +229,7 @@ def device_name(device: str) -> str:
 def train(
     out: Path, config: DemoConfig, settings: Settings, paths: Sequence[Path], stdlib_only: bool
 ) -> dict[str, Any]:
-    """The whole command; returns what metrics.json holds."""
+    """The whole command; returns the contents of metrics.json."""
     if settings.steps is not None and settings.steps < 1:
         raise ValueError(f"--steps {settings.steps}: at least one is needed")
     started = time.monotonic()

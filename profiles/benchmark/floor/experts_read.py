@@ -33,7 +33,7 @@ class StepExperts(NamedTuple):
 
 
 class _NotedStep(EagerStep):
-    """An eager step that begins a note: what is read from then on, also by drafts, is in it."""
+    """An eager step that begins a note, which then has all experts read, also by drafts."""
 
     def __init__(self, graph: CapturedGraph, begin: Callable[[], None]) -> None:
         super().__init__(graph)
