@@ -87,8 +87,8 @@ class Denoiser:
     ) -> Tensor:
         """New [M, D]: the velocity of each action.
 
-        joined  the projections of actions and time together, before the product that mixes them
-        states  of prefix and expert; receives the actions' keys and values
+        joined_MH  the projections of actions and time together, before the product that mixes them
+        states     of prefix and expert; receives the actions' keys and values
         """
         launch, eps = self.launch, self.config.expert.norm_eps
         residual = self._begun("mixed", joined_MH, self.weights.mixed, lanes)

@@ -85,7 +85,7 @@ def _push_candidates_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per lane; `out_best` holds int32 words."""
+    """One program per lane; `out_best_ptr` points to int32 words."""
     lane = tl.program_id(0)
     lane_W = lane + tl.arange(0, 1)
     mapped = map_peers(peers, RANKS)

@@ -32,7 +32,7 @@ class Workload:
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Workload:
-        """Read the options of `add_workload_arguments`. ValueError for bad ones."""
+        """Read the options of `graphengine profile`. ValueError for bad ones."""
         if options.shape is not None and options.checkpoint is not None:
             raise ValueError(
                 f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one"

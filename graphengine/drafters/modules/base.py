@@ -1,7 +1,7 @@
 """What module drafters share: the modules, before and after they are opened.
 
 A module reads hidden states of the target besides tokens, has KV of its own, and drafts the token
-after the one that it is fed. The folders `mtp/` and `eagle3/` have the two kinds; `eagle.py` here
+after the one that it is fed. The folders `mtp/` and `eagle3/` have the two kinds; `chain.py` here
 and `mtp/vanilla.py` say how they are chained.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidden.
