@@ -173,10 +173,11 @@ class CapturedGraph:
     def capture(self) -> CaptureReport:
         """Record the step, warming it up first if that was not done; from then on `replay` works.
 
-        A step that raises, or does what cannot be captured (a synchronisation, `.item()`), raises
-        RuntimeError "capture of bucket 'decode/8' failed: ..." with the cause chained. The process,
-        the stream and the pool remain usable; close this object and make another. (One exception:
-        after a stream that the step forked and did not join, take a new pool.)
+        A step that raises, or calls something that cannot be captured (a synchronisation,
+        `.item()`), raises RuntimeError "capture of bucket 'decode/8' failed: ..." with the cause
+        chained. The process, the stream and the pool remain usable; close this object and make
+        another. (One exception: after a stream that the step forked and did not join, take a new
+        pool.)
         """
         step = self.step
         if self._report is not None or self._graph is not None:

@@ -3,7 +3,7 @@
 A captured graph has addresses in it. On a GPU these pages are therefore mapped into a range of
 addresses that stays reserved (CUDA's virtual memory management): without pages the range takes no
 memory, and with new ones every tensor in it is where it was. On a CPU the operating system gets the
-pages back, and has new ones for whoever touches them.
+pages back, and gets new ones when they are touched.
 
 While pages are given back, nothing may read or write the tensors: on a GPU that is an illegal
 address, which breaks the process's CUDA context.

@@ -197,7 +197,7 @@ class Engine(MemoryCalls, runs.FrameCalls):
         """Times of each replay, once its `start()` was called."""
         return self.core.recorder
 
-    # What a caller does with requests.
+    # Calls for requests.
 
     def submit(
         self,
@@ -281,7 +281,8 @@ class Engine(MemoryCalls, runs.FrameCalls):
         self.core.force(request, token_id)
 
     def step(self, timeout: float | None = None) -> list[Event]:
-        """Launch what can be launched, then return the events of the oldest step in flight.
+        """Launch all work that can be launched, then return the events of the oldest step in
+        flight.
 
         With `steps_per_launch`, the events of later steps that are done by then are returned, too.
         On a CPU the launch itself computes its steps, whatever the timeout.
@@ -301,8 +302,8 @@ class Engine(MemoryCalls, runs.FrameCalls):
     def drain(self, timeout: float | None = None) -> list[Event]:
         """Step until nothing is left to do; return the events of all these steps.
 
-        timeout  seconds after which it returns what has come, with `busy` still True; 0 or less:
-                 a single step that never blocks; None: until the end
+        timeout  seconds after which it returns the events so far, with `busy` still True; 0 or
+                 less: a single step that never blocks; None: until the end
 
         Requests that callbacks submit meanwhile are run as well. Exceptions are those of `step`;
         the next step then returns the events so far.
@@ -516,8 +517,8 @@ class Engine(MemoryCalls, runs.FrameCalls):
                 no more drafts, "keep" goes on drafting. A warning is logged either way
 
         Values are cast, fused, rounded (`quantize`) and split over ranks as they were at opening.
-        What is rounded together comes together: q, k and v, or gate and up. Tensors of the
-        checkpoint that the engine does not use are ignored; draft modules of the checkpoint are
+        Tensors that are rounded together must come together: q, k and v, or gate and up. Tensors of
+        the checkpoint that the engine does not use are ignored; draft modules of the checkpoint are
         updated with them. The scales of an fp8 KV cache stay.
 
         KV of the older weights is dropped: cached prefixes are forgotten, and sessions keep their
@@ -578,7 +579,7 @@ class Engine(MemoryCalls, runs.FrameCalls):
         kv          blocks of the pool: `blocks` in all, `vacant` ones, `idle` ones that sessions or
                     cached prefixes keep, and `session_blocks`, how many may be idle; None: any
                     number
-        counters    tokens, replays by graph, pauses, discarded tokens, what the gate did, ...
+        counters    tokens, replays by graph, pauses, discarded tokens, the gate's decisions, ...
 
         With some drafters it waits for the device, which holds a counter.
         """

@@ -146,7 +146,7 @@ class EngineSizes:
 
     @property
     def lanes_text(self) -> str:
-        """`lanes` and what they are made of, for messages."""
+        """`lanes` as a product of its factors, for messages."""
         rows = self.widest_rows
         tokens = 1 + self.drafts_of(rows)
         if rows * tokens < self.lanes or tokens == 1:

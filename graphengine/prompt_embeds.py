@@ -487,7 +487,7 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
 
 
 def check_embeds(tensor: Tensor, hidden_size: int) -> None:
-    """ValueError, with what is wanted, unless a tensor has rows of this many values."""
+    """ValueError, with the wanted shape, unless a tensor has rows of this many values."""
     if tensor.is_nested:
         raise ValueError("embeddings in a prompt are a nested tensor: give each part as [n, H]")
     if not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Field names and defaults follow vLLM's `SamplingParams`.
+"""A request's options. Field names and defaults follow vLLM's `SamplingParams`.
 
 A number that the device needs has its static field in its row. `fields.py` and `processing.py` lay
 out and fill these fields, so a new option is a row here and its use in a kernel.
@@ -70,8 +70,8 @@ class SamplingParams:
     """Sampling and stopping of one request; checked when it is made.
 
     Logits are changed in the order of `kernels/logits/logits.py` and sampled in that of
-    `kernels/sample/sampling.py`. A request's token ids include what ended it, whatever its text
-    shows.
+    `kernels/sample/sampling.py`. A request's token ids include the token that ended it, whatever
+    its text shows.
     """
 
     temperature: float = option(

@@ -221,7 +221,7 @@ class Session:
         on_event: Callable[[Event], None] | None = None,
         **options: Unpack[QueueOptions],
     ) -> Request:
-        """Queue a turn; `Engine.submit` says what the arguments are and what is raised.
+        """Queue a turn; arguments and errors as in `Engine.submit`.
 
         Once it has finished by "stop" or "length", the session includes its tokens. A turn that was
         cancelled, missed its deadline or failed leaves the session as it was: to cut a reply short
@@ -292,12 +292,12 @@ class Session:
         return runs.astream(self._core, partial(self.submit, params, **options))
 
     def interrupt(self) -> None:
-        """End the turn under way at once, by "stop", and keep what was read of its reply.
+        """End the turn under way at once, by "stop", and keep the part of its reply that was read.
 
-        For a listener who interrupts: the turn's last event comes with the next `step`, what is in
-        flight for it is discarded, and the session takes its next `append` and turn right away. If
-        the listener heard only a part of the reply, `rewind` removes the rest. `interrupt` does
-        nothing if no turn is under way, or if that is cancelled.
+        For a listener who interrupts: the turn's last event comes with the next `step`, its tokens
+        in flight are discarded, and the session takes its next `append` and turn right away. If the
+        listener heard only a part of the reply, `rewind` removes the rest. `interrupt` does nothing
+        if no turn is under way, or if that is cancelled.
         """
         self._core.check_open()
         self._settle()

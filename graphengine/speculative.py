@@ -1,4 +1,4 @@
-"""What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
+"""The embedding program's options of speculation: the drafter, and which drafts are accepted.
 
 Each drafter's options are one `Mode` here; `options/drafts/mode.py` says what modes have in common,
 and `graphengine.drafters` has the drafters themselves. Options alone read and allocate nothing:
@@ -314,14 +314,14 @@ class UserProvided(Mode):
     k  most drafts per step
 
     `engine.draft(request, token_ids)` proposes the tokens after `request.token_ids` as they are at
-    the call, and replaces what was proposed before. The first step that decodes the request
-    verifies them. Until then they are kept: while the request waits, is prefilled or is paused, and
-    during steps for which a gate has switched drafts off. Tokens that arrive meanwhile (the first
-    one, which the prompt's last chunk samples, or those of a step that was launched before the call
-    and not read yet) replace the drafts at their positions. If one differs from its draft, the
-    drafts after it are dropped, too. The counter `drafts/stale` in `engine.stats()` counts all
-    drafts lost in this way, or because their request ended first. `Acceptance` leaves out drafts
-    that were fed for positions past the request's end.
+    the call, and replaces earlier proposals. The first step that decodes the request verifies them.
+    Until then they are kept: while the request waits, is prefilled or is paused, and during steps
+    for which a gate has switched drafts off. Tokens that arrive meanwhile (the first one, which the
+    prompt's last chunk samples, or those of a step that was launched before the call and not read
+    yet) replace the drafts at their positions. If one differs from its draft, the drafts after it
+    are dropped, too. The counter `drafts/stale` in `engine.stats()` counts all drafts lost in this
+    way, or because their request ended first. `Acceptance` leaves out drafts that were fed for
+    positions past the request's end.
     """
 
     k: int = 3
@@ -503,7 +503,7 @@ def check_speculative(speculative: object) -> None:
 
 
 def resolve_auto(max_batch: int) -> NGram:
-    """What `Auto` stands for: longer drafts where few rows share a step.
+    """The mode that `Auto` stands for: longer drafts where few rows share a step.
 
     It goes with a gate that stops drafting above `AUTO_MAX_LIVE` live rows, or above as many as fit
     the kernels.
@@ -514,11 +514,12 @@ def resolve_auto(max_batch: int) -> NGram:
 def forced_acceptance(
     configured: int | None, environ: Mapping[str, str] = os.environ
 ) -> int | None:
-    """Drafts that every row accepts, whatever the target samples; None: what the target accepts.
+    """Number of drafts that every row accepts, whatever the target samples; None: the target
+    decides.
 
     A row with fewer drafts accepts all of them.
 
-    `GRAPHENGINE_FORCE_ACCEPTED`, if set, overrides what is configured. Forcing serves to measure
+    `GRAPHENGINE_FORCE_ACCEPTED`, if set, overrides the configured number. Forcing serves to measure
     what a step costs: the text is nonsense, and a warning says so. 0 forces too, unlike None.
     ValueError for anything but integers from 0 up.
     """
@@ -555,7 +556,9 @@ def describe(speculative: Speculative | None) -> str:
 
 
 def _keep_tree(mode: ModuleMode, style: Style = "eagle") -> None:
-    """Set what follows from a tree, where there is one. ValueError for options without trees."""
+    """Set the options that follow from a tree, where there is one. ValueError for options without
+    trees.
+    """
     tree = mode.shape
     if tree is None:
         return

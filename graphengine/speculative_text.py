@@ -32,7 +32,7 @@ _OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
 
 
 def parse_speculative(text: str) -> Speculative | None:
-    """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
+    """The options that a `GRAMMAR` text names, with defaults for omitted ones; None for "off".
 
     `mtp:K:target` is vanilla with modules that all read the target's hidden states. The last part
     of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K` is K where it is a number, so that a path
@@ -78,7 +78,7 @@ def parse_speculative(text: str) -> Speculative | None:
 
 
 def parse_relaxed_acceptance(text: str) -> RelaxedAcceptance:
-    """What a `RELAXED_GRAMMAR` text names, with defaults for what it omits.
+    """The options that a `RELAXED_GRAMMAR` text names, with defaults for omitted ones.
 
     ValueError shows the text and the grammar, or says which value is invalid.
     """

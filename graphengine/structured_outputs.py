@@ -108,7 +108,7 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> Any:
-        """The JSON schema of `json` or `json_object`, with what the options add to it."""
+        """The JSON schema of `json` or `json_object`, with the options' additions."""
         return self.read_schema(float)
 
     def read_schema(self, real: Callable[[str], Any]) -> Any:
@@ -120,7 +120,9 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """The text of a JSON schema, a mapping or what has a schema; ValueError for anything else."""
+    """The text of a JSON schema, given as text, a mapping or a class with a schema; ValueError for
+    anything else.
+    """
     for method in ("model_json_schema", "json_schema"):
         if callable(tell := getattr(schema, method, None)):
             schema = tell()

@@ -50,7 +50,9 @@ PROMPT = [1, 2, 3]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPath:
-    """Medians in microseconds a steady step of `rows` rows; the module says what each holds."""
+    """Medians in microseconds a steady step of `rows` rows; the module's docstring describes
+    each.
+    """
 
     rows: int
     plan: float

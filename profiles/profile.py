@@ -17,7 +17,7 @@ from graphengine.profiles.planted import planted_engine, run_planted
 
 
 def profile(options: argparse.Namespace) -> int:
-    """Profile; the exit status, which is that of nsys where it ran."""
+    """Profile; returns the exit status, which is nsys's where it ran."""
     match options.how:
         case "nsys":
             check_out(Path(f"{options.out}.sqlite"))

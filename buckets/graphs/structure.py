@@ -42,7 +42,7 @@ class GraphNode:
     or mem_alloc moves, sets or allocates. `detail` is the direction of a memcpy ("HtoD"; H host, D
     device, A array, U unified address), the value and element size of a memset ("0 x 4 B"), "if",
     "while" or "switch" of a conditional, the number of operations of a batch_mem_op.
-    `inspect_graph` gives a kernel none; who captured it may say there what it reads.
+    `inspect_graph` gives a kernel none; the code that captured it may name its inputs there.
 
     `graphs` holds a child graph, or the bodies of a conditional. The bodies are None where they are
     unknown: see `inspect_graph`.

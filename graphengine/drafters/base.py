@@ -2,7 +2,7 @@
 
 A drafter is called at two points. `prepare` runs in the prefill graphs: it takes a prompt chunk
 into the drafter's state and, after the last chunk, makes the first drafts. `propose` runs in the
-decode graphs, after verification: it takes in what was emitted and makes the next step's drafts.
+decode graphs, after verification: it takes in the emitted tokens and makes the next step's drafts.
 Both write `draft_tokens[slot]`, which the slot's next replay feeds and verifies; -1 is no draft.
 Drafts never change a token, only how many come at once: a drafter that fails costs only speed.
 Where they are trees, `draft_tokens[slot]` has every node except the root, and `trees` has their
@@ -143,7 +143,7 @@ class FieldSizes(NamedTuple):
 
 
 class DraftSetting(NamedTuple):
-    """What an engine lends its drafter once the engine is allocated."""
+    """The engine's parts that a drafter uses, once the engine is allocated."""
 
     model: Model
     buffers: StaticBuffers
@@ -282,18 +282,18 @@ class Drafter(ABC):
         return {}
 
     def filled(self, names: Collection[str]) -> None:  # noqa: B027
-        """Recompute in place what was made from these tensors of `own_checkpoint`, which have been
-        loaded again. Queued on the current stream.
+        """Recompute in place everything made from these tensors of `own_checkpoint`, which have
+        been loaded again. Queued on the current stream.
         """
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:  # noqa: B027
-        """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D], with the
-        same blocks as the target's cache, or empty.
+        """Take the engine's parts; `cache` is [layers, B + 1, 2, block_size, G, D], with the same
+        blocks as the target's cache, or empty.
         """
 
     def refresh(self) -> None:  # noqa: B027
-        """Recompute in place what `open` made from the target's weights, or from its own weights
-        that come from the target's checkpoint. Queued on the current stream.
+        """Recompute in place everything that `open` made from the target's weights, or from its own
+        weights that come from the target's checkpoint. Queued on the current stream.
         """
 
     # Captured.
@@ -310,7 +310,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, verified: Verified) -> None:
-        """Take in what a step emitted, and write the drafts of the next one.
+        """Take in a step's emitted tokens, and write the next step's drafts.
 
         After a graph that verified no drafts (K = 0), only the drafter's state advances. After one
         that verified fewer drafts than it can make, it need make only as many: the next step most
@@ -320,7 +320,7 @@ class Drafter(ABC):
     # On the host.
 
     def counters(self) -> dict[str, int]:
-        """What it counts on the device; reading it waits for the device."""
+        """Its counts on the device; reading them waits for the device."""
         return {}
 
     def collect(self, chunk: PrefillChunk) -> None:

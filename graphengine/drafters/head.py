@@ -6,7 +6,7 @@ at any temperature. Verification asks only whether they did, so a draft's odds d
 
 Graphs of the full sampler, and those of prompts, also draw a draft through the request's filters,
 after its allowed ids, biases and penalties: the target does, and a token that it filters out is
-never accepted. Penalties count what was emitted, without the chain's own drafts. Bad words are not
+never accepted. Penalties count emitted tokens, without the chain's own drafts. Bad words are not
 applied. Neither are grammar masks: the host makes the mask after a token only once it has read that
 token, and both the newest token and the drafts come from this very replay.
 

@@ -127,7 +127,7 @@ class HiddenStatesDrafter(Drafter):
         self._write()
 
     def _write(self) -> None:
-        """Write what is ready; each file appears whole or not at all."""
+        """Write the prompts that are ready; each file appears whole or not at all."""
         written = len(self._ready)
         for number in list(self._ready):
             path = self.directory / f"{number:08d}.safetensors"

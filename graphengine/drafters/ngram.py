@@ -1,4 +1,4 @@
-"""Drafts what followed the request's last tokens where they occurred before.
+"""Drafts the tokens that followed an earlier occurrence of the request's last tokens.
 
 Prompt lookup decoding, matched on the device: nothing is computed but the search.
 """

@@ -18,7 +18,7 @@ class RemoteDrafter(Drafter):
         self._other = other
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
-        # What the host loads has the same layout on all stages.
+        # The host's fields have the same layout on all stages.
         return [field for field in self._other.fields(sizes) if field.owner == "host"]
 
     def prepare(self, prefilled: Prefilled) -> None:

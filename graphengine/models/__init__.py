@@ -1,8 +1,7 @@
-"""Model families, and what the engine knows about them.
+"""Model families, and their interface to the engine.
 
-    contract      what a model tells the engine: linears, states of layers, weights, two programs
-    composition   the config of every model: its layers, and what follows from them (linears,
-                  states, sizes)
+    contract      the interface of a model: linears, states of layers, weights, two programs
+    composition   the config of every model: its layers, and the linears, states and sizes of these
     sublayers     a block with the norms around it, of which layers are made
     decoder       the weights of such a model, and its two programs: decode and prefill
     decoder_layer a layer's weights and programs

@@ -57,7 +57,7 @@ class Composition(ABC):
     embedding_scale      factor of a token's embedding
     scales_in_embedding  whether the embedding itself scales, by a factor of the model's dtype, so
                          that given embeddings come scaled
-    stream_scale         the model's residual stream is what is stored, times this
+    stream_scale         the model's residual stream is the stored one times this
     logits_scale         factor of the logits
     head_bias            whether lm_head has a bias, which is added to scaled logits
     logits_cap           soft cap c > 0 of scaled logits: c * tanh(logit / c); 0: none

@@ -4,8 +4,8 @@ A family writes a `ModelConfig`, `ModelWeights` and a `Model`, and lists in them
 
     linears   the weights that a decode step multiplies by: plans, their sources in the tuning
               tables, arrival counters and workspaces use these names
-    states    what each layer keeps of a sequence: caches, swap, recurrent fields and the budget
-              follow from them
+    states    the state that each layer keeps of a sequence: caches, swap, recurrent fields and the
+              budget follow from it
     weights   the checkpoint's tensors, and along which dimension ranks split each of them
 
 so that no code outside `models/` needs to know which layers a family has.
@@ -397,7 +397,7 @@ class Model(Protocol):
 
         head    `lm_head`, or some of its rows
         bias    `head_bias`, or its values for those rows
-        hidden  `[P, H]` in the model's dtype: receives the lanes after the final norm; None: nobody
-                reads them
+        hidden  `[P, H]` in the model's dtype: receives the lanes after the final norm; None: they
+                are not needed
         """
         ...

@@ -514,7 +514,7 @@ class DecoderModel:
 
         head    `lm_head`, or some of its rows
         bias    `head_bias`, or its values for those rows
-        hidden  `[P, H]`: receives the lanes after the final norm; None: nobody reads them
+        hidden  `[P, H]`: receives the lanes after the final norm; None: they are not needed
         """
         weights, (last, *rest) = self.weights, self.steps[self._last_kept :]
         x_PH = end.last[0]

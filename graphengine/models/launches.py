@@ -212,12 +212,11 @@ class DecodeLaunch(Launch):
     ranks' parts of a product before it is added to the residual stream; None: there is one rank.
     With `peers` one kernel does a product and the sum of its parts. `share` is this rank's part of
     the model. With `experts` each rank has its own lanes, and ranks communicate only in layers with
-    experts.
-    `activations` and `split` are for prefill: decode does not round inputs, and all ranks have all
-    lanes. `routes` belong to one decode step: chunks have their own. `rope_shift` is what each slot
-    adds to a position to find its row of RoPE's tables, int32 [S]; None: positions are rows.
-    `adapters` add to the products of the weights that they change; None: there are no adapters.
-    `any_lanes` is for prefill, as in decode no bit depends on the number of lanes.
+    experts. `activations` and `split` are for prefill: decode does not round inputs, and all ranks
+    have all lanes. `routes` belong to one decode step: chunks have their own. `rope_shift`, int32
+    [S], is added to a slot's positions to find their rows of RoPE's tables; None: positions are
+    rows. `adapters` add to the products of the weights that they change; None: there are no
+    adapters. `any_lanes` is for prefill, as in decode no bit depends on the number of lanes.
     """
 
     plans: LinearPlans

@@ -79,7 +79,7 @@ def is_policy(config: HfConfig) -> bool:
 
 
 def read_policy_config(config: HfConfig) -> PolicyConfig:
-    """The policy of a `config.json`. ValueError, with key and value, for what is not supported."""
+    """The policy of a `config.json`. ValueError, with key and value, for anything not supported."""
     if not is_policy(config):
         key, wanted = ("architectures", ARCHITECTURE) if "type" not in config else ("type", "pi0")
         raise unsupported(key, config.get(key), f"{wanted!r}; `Engine` opens language models")

@@ -156,7 +156,7 @@ class StoredWeights(ABC):
         """KV scales, float32 `[2, G]`, of each layer with keys and values, in the cache's order.
 
         Keys are the checkpoint's prefixes of the layers' attention. The scales are not weights:
-        whoever opens an engine with an fp8 cache sets them, and nothing else reads them.
+        they are set when an engine with an fp8 cache is opened, and nothing else reads them.
         """
 
     def packed(self) -> Sequence[PackedWeight | PackedExperts]:

@@ -33,7 +33,7 @@ UNKNOWN_USE = ProcessorUse(NEVER, NEVER, NEVER)
 
 
 def processor_use(*, whole: bool = False) -> ProcessorUse:
-    """What the calling thread has used so far; `UNKNOWN_USE` where the system does not count it.
+    """The calling thread's counts so far; `UNKNOWN_USE` where the system does not count it.
 
     It costs two system calls, about a microsecond. With `whole` the switches are those of all
     threads of the process: on a CPU a step is computed by several.

@@ -53,7 +53,7 @@ class OneRank:
 
 
 class WaitMeter:
-    """Adds up what `ranks` waited between starts and stops; it reads the time only at these."""
+    """Adds up the waits of `ranks` between starts and stops; it reads the time only at these."""
 
     def __init__(self, ranks: RankTimes) -> None:
         self._ranks = ranks

@@ -10,9 +10,10 @@ system for how long this thread ran and how often it lost its core.
     engine.recorder.stop()
     engine.recorder.write("run.jsonl")        # or look at `replays()`, `requests()`, `stages()`
 
-A step is what one plan launches: at most a prefill and a decode. These replays share all times but
-`replay` and `launched`. Where one launch runs several decode steps, each is a step with a record of
-its own: they share `plan` and `load`, and divide the launch's time, on the host and on the device.
+A step is the launches of one plan: at most a prefill and a decode. These replays share all times
+but `replay` and `launched`. Where one launch runs several decode steps, each is a step with a
+record of its own: they share `plan` and `load`, and divide the launch's time, on the host and on
+the device.
 
     plan       the scheduler began
     load       it had finished; changes are staged, copied and swapped until the first launch
@@ -83,7 +84,7 @@ class Recorder:
 
     buckets      names of the engine's graphs, as the records count them
     description  facts about the engine: at least its `device`
-    graphs       the engine's graphs; `captures` has what each took to capture
+    graphs       the engine's graphs; `captures` has the time and memory of each capture
     lanes        most requests of a replay
     in_flight    most replays launched and not collected
     stream       the replays' stream; None on a CPU

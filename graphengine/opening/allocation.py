@@ -116,7 +116,7 @@ def allocate(
     stages: StageGroup | None = None,
     records: RecordMemory | None = None,
 ) -> Allocation:
-    """Allocate what `memory` planned, and open the drafter, whose weights are loaded.
+    """Allocate everything that `memory` planned, and open the drafter, whose weights are loaded.
 
     group    the model's ranks; None: there is one
     stages   the pipeline's stages, of which the model is one; None: there is no pipeline

@@ -28,7 +28,8 @@ def checked_drafts(
     source  tensors by their names in the drafter's checkpoint, all or some; or the directory of a
             checkpoint that has all tensors in use
 
-    ValueError, with the name and both values, says what is wrong. Nothing is changed.
+    ValueError, with the name and both values, for a tensor that cannot be loaded. Nothing is
+    changed.
     """
     own = drafter.own_checkpoint
     if own is None:

@@ -1,6 +1,6 @@
 """The one list of everything an engine holds, except weights, caches and static fields.
 
-The budget adds these lists up, allocation makes what they name, capture walks the graphs, and
+The budget adds these lists up, allocation makes their tensors, capture walks the graphs, and
 reports count them. `engine_fields` is the list of static fields, `cache_shape` that of caches.
 """
 

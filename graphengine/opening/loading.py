@@ -187,7 +187,7 @@ def stage_contents(contents: CheckpointContents, pipe: Share) -> CheckpointConte
 def plan_checkpoint(
     contents: CheckpointContents, config: EngineConfig, footprint: Footprint | None = None
 ) -> MemoryPlan:
-    """Plan the memory that an engine will hold, within what is free now.
+    """Plan the memory that an engine will hold, within the memory that is free now.
 
     footprint  memory of the steps, if known; None: it is traced, on a GPU
     """

@@ -111,7 +111,7 @@ class ReleasableMemory:
 
 
 def drop_cached_memory(device: torch.device) -> None:
-    """Have torch's allocator give back what it caches on a GPU."""
+    """Have torch's allocator give its cached GPU memory back."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

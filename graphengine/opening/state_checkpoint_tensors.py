@@ -27,7 +27,7 @@ class StateCheckpointTensors:
     D tokens, oldest first.
 
     It does not depend on E, and so not on the tokens of a step. Entries of positions below 0 are
-    left as they are: nobody reads them.
+    left as they are, and never read.
     """
 
     def __init__(

@@ -96,7 +96,8 @@ class LoadedWeights:
         folder  the checkpoint that they are from; None: they are in memory
         finite  whether all values are known to be finite
 
-        ValueError, with the name and both values, says what is wrong. Nothing is changed.
+        ValueError, with the name and both values, for a tensor that cannot be loaded. Nothing is
+        changed.
         """
         check_plain(self.checkpoint)
         values = self._known(named_tensors(tensors))

@@ -49,7 +49,8 @@ def open_pipeline(
 
 
 def plan_stages(contents: CheckpointContents, config: EngineConfig) -> list[MemoryPlan]:
-    """The memory plan of a rank of each stage, rank 0's first, from what rank 0 has read.
+    """The memory plan of a rank of each stage, rank 0's first, from the contents that rank 0 has
+    read.
 
     All stages have as many blocks as the one with the least room, and equally many places for
     states. Raises ValueError and OutOfBudget like `plan_checkpoint`.
@@ -95,7 +96,7 @@ class PipelineRuntime(DriverRuntime):
         self.queue = HostQueue()
         # Number of calls queued up to each step, by the step's sequence number.
         self._ends: dict[int, int] = {}
-        # Of each copy of drafts still to be waited for: the step before it, and its number.
+        # For each copy of drafts still to be waited for: the step before it, and its number.
         self._fetches: deque[tuple[int, int]] = deque()
         super().__init__(opened, memory, config, ranks, contents)
         if self.stream is None:

@@ -38,7 +38,7 @@ from graphengine.parallel.sharded_state import ShardedState
 class RankRuntime(Runtime):
     """The runtime of a rank that has joined the others in `groups`.
 
-    contents   what this rank has read of the checkpoint
+    contents   the checkpoint's contents, as this rank has read them
     records    see `Runtime`
 
     state      this rank's shard of KV and states

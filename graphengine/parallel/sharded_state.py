@@ -84,7 +84,7 @@ class ShardedState:
     Each stage has a tensor of the target's cache, and one of each of its recurrent states. The
     drafter's cache is on the driver's stage alone.
 
-    contents  what this rank has read of the checkpoint
+    contents  the checkpoint's contents, as this rank has read them
     places    how many states of a sequence are kept; 0: no recurrent states are
     """
 

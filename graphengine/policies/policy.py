@@ -111,7 +111,7 @@ class Policy:
                         None: `max_prefix` and its halves down to 64
         steps           denoising steps; None: as the checkpoint says
 
-        ValueError, with what was found and what is supported, for a checkpoint or an option that
+        ValueError, with the value found and the supported ones, for a checkpoint or an option that
         does not fit.
         """
         device = usual_device() if device is None else device

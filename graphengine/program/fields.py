@@ -1,4 +1,5 @@
-"""The static fields of an engine: one table of what a replay can see, and how a plan fills it.
+"""The static fields of an engine: one table of the tensors that a replay sees, and how a plan fills
+them.
 
 Letters: S slots, B blocks of a slot's table, T tokens of the largest prefill bucket, E stop ids of
 a slot, P pairs of a swap.
@@ -433,7 +434,7 @@ def draft_updates(
 
     Drafts of other requests wait for a step with these requests. A step of one token a row takes
     none. `drafts/stale` counts drafts whose positions were emitted before a step could feed them,
-    and drafts that exceed what the step verifies.
+    and drafts beyond the number that the step verifies.
     """
     fed: dict[Request, tuple[int, ...]] = {}
     for request in plan.rows:

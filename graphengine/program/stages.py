@@ -82,7 +82,7 @@ class StageFlow(StepFlow):
     """One stage's part in passing state and the residual stream along a pipeline.
 
     hidden  H
-    drafts  whether the device owns drafts, which are part of what a step feeds
+    drafts  whether the device owns drafts, which are among a step's inputs
     """
 
     def __init__(

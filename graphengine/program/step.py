@@ -4,7 +4,7 @@
     prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
     note      command -> gather -> note -> publish: for tokens whose KV already exists
 
-They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
+They end with the next replay's inputs in the buffers. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.
 An engine that speculates also verifies and drafts: a row then feeds its K drafts after its last
 token, W = K + 1 lanes in all, and emits 1 to W tokens. Where drafts are trees, the accepted path's

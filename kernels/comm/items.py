@@ -23,7 +23,7 @@ waiting tiles is running on all ranks, and ends.
 
 A wait ends without the items once the host says so, or after a limit. From then on waits of this
 rank are `over`: it uses its own part in place of the other ranks' parts, so that indices remain
-valid, and sends the others nothing, so that nobody trusts its results.
+valid, and sends the others nothing, so that no rank trusts its results.
 
 The scheme is that of NCCL's LL protocol and of one-shot all-reduces in TensorRT-LLM.
 """

@@ -1,5 +1,5 @@
 """The residual stream plus the sum of all ranks' parts of a product, in one kernel: x += sum, then
-what the next norm needs.
+the inputs of the next norm.
 
 It pushes as `push` does, and then adds the sum as `add_to_residual` adds a whole product. A rank
 has one part for all ranks, or a part for each rank where every rank has lanes of its own.

@@ -93,7 +93,8 @@ def overlaps_launches(device: torch.device) -> bool:
 def stages_that_fit(
     wanted: int, stage_bytes: int, other_bytes: int, of: torch.Tensor, what: object
 ) -> int:
-    """Limit `wanted` pipeline stages to what fits in the shared memory of the tensor's GPU.
+    """Limit `wanted` pipeline stages to the number that fits in the shared memory of the tensor's
+    GPU.
 
     `other_bytes` of that memory are taken. Returns `wanted` for a tensor that is on no GPU.
 

@@ -288,7 +288,7 @@ def _check(
 
 
 def _check_streams(x_JNI: torch.Tensor, lanes: int, seeded: int) -> None:
-    """ValueError unless these are streams of so many lanes, or one of `seeded` values, if any."""
+    """ValueError unless these are streams of this many lanes, or one of `seeded` values, if any."""
     shape = tuple(x_JNI.shape)
     dense = x_JNI.dtype == torch.float32 and x_JNI.is_contiguous()
     if seeded and (shape != (1, lanes, seeded) or not dense):
@@ -301,7 +301,7 @@ def _check_streams(x_JNI: torch.Tensor, lanes: int, seeded: int) -> None:
 
 
 def check_frame(frame_KN: torch.Tensor, places: int, lanes: int) -> None:
-    """ValueError unless the frame is dense int32 [K, N] of so many places and lanes."""
+    """ValueError unless the frame is dense int32 [K, N] of this many places and lanes."""
     shape, dtype = tuple(frame_KN.shape), frame_KN.dtype
     if shape != (places, lanes) or dtype != torch.int32 or not frame_KN.is_contiguous():
         raise ValueError(f"frame must be a dense int32 [{places}, {lanes}], not {dtype} {shape}")

@@ -3,7 +3,7 @@
     Store          y itself, rounded once
     StoreLogits    y in float32, with a soft cap
     StoreSwiglu    silu(gate) * up of its halves, rounded once
-    AddResidual    residual += y, and what the next norm reads
+    AddResidual    residual += y, and the inputs of the next norm
     StoreSquares   y in float32 and its sums of squares, for a norm of its own
     SampleTiles    the best token of each tile of logits, which never reach memory
 

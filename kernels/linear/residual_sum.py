@@ -163,9 +163,9 @@ def leave_for_norm(
     kept_stride,
     kept_scale,
 ):
-    """Store what the next norm needs of columns `h` of a lane's stream: the columns times the
-    norm's weight, and the sum of their squares. Where the stream is kept, store that copy too. A
-    product with a norm of its own has only squares.
+    """Store the next norm's inputs for columns `h` of a lane's stream: the columns times the norm's
+    weight, and the sum of their squares. Where the stream is kept, store that copy too. A product
+    with a norm of its own has only squares.
     """
     if scaled_ptr is not None:
         scaled = (x * following).to(scaled_ptr.dtype.element_ty)

@@ -80,14 +80,14 @@ def verify_commit_publish(
 ) -> FinishedStep:
     """Take each live row's tokens out of their tiles and into its slot's state; publish them.
 
-    A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Drafts are accepted until the
-    first that is not what the lane before it sampled; d is their number. Then tokens 0..d are
-    walked in order. The walk ends at a token that ends the request: a stop id, the last token of a
-    stop sequence, or one with which the sequence reaches max_len. It also ends *before* a lane
-    without valid logits. If that is the row's first lane, the request ends with only the flag
-    INVALID and its next_token stays; otherwise it continues, and its next step finds out. `count`
-    tokens are walked. The last of them is the next query, and the K and V before it are in the
-    cache by now: kv_len grows by `count`, or by one without a valid token.
+    A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Drafts are accepted up to the
+    first one that differs from the sample of the lane before it; d is their number. Then tokens
+    0..d are walked in order. The walk ends at a token that ends the request: a stop id, the last
+    token of a stop sequence, or one with which the sequence reaches max_len. It also ends *before*
+    a lane without valid logits. If that is the row's first lane, the request ends with only the
+    flag INVALID and its next_token stays; otherwise it continues, and its next step finds out.
+    `count` tokens are walked. The last of them is the next query, and the K and V before it are in
+    the cache by now: kv_len grows by `count`, or by one without a valid token.
 
     Example with W = 4: tokens t0 t1 t2 t3 and drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit
     t0 t1 t2; kv_len + 3, next_token t2.

@@ -60,7 +60,7 @@ def note_tokens(
     followed: FollowedAutomata | None = None,
     pdl: bool = False,
 ) -> None:
-    """Note what each row emitted, in place; one launch.
+    """Note each row's emitted tokens, in place; one launch.
 
     It also notes the first token, after a prompt's last chunk: the one lane then has the slot and
     the position of the chunk's last lane, and the count is flags & EMITTED.

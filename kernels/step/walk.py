@@ -2,7 +2,7 @@
 
 At each node a token was sampled with the row's parameters and the noise of its position. The walk
 goes to the child that was fed the token sampled at its parent, until there is none. So the tokens
-along it are what plain decoding samples: siblings' samples share their noise, but at most one
+along it equal plain decoding's samples: siblings' samples share their noise, but at most one
 sibling is on the path.
 
 Letters: R rows, W nodes of a tree, N = R * W lanes, D the greatest depth, P = D + 1 tokens of a

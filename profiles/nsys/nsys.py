@@ -60,7 +60,7 @@ def stem(out: Path) -> Path:
 def run_nsys(command: Sequence[str], *, trace: str, out: Path, whole: bool = False) -> int:
     """Profile `command`; returns the exit status of nsys, or 1 if it wrote nothing.
 
-    Without nsys: print what to run and what to copy back, and return `NOT_INSTALLED`.
+    Without nsys: print the commands to run and the files to copy back, and return `NOT_INSTALLED`.
     """
     words = nsys_command(command, trace=trace, out=out, whole=whole)
     database = Path(f"{stem(out)}.sqlite")

@@ -39,7 +39,8 @@ def measure_policy(bench: PolicyBench, progress: Progress) -> dict[str, Any]:
     Milliseconds. `denoiser_ms` is that of all denoising steps, `prefix_ms` the rest of a chunk.
     `floor` has `PolicyBytes`, and the least times to read them; None without a read ceiling.
 
-    RuntimeError if chunks of one seed differ, those of two do not, or actions are not finite.
+    RuntimeError if chunks of one seed differ, chunks of two seeds are equal, or actions are not
+    finite.
     """
     ceiling = measure_read_ceiling(bench.device)
     config, steps = bench.config, bench.config.steps

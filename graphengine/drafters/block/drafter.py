@@ -1,7 +1,7 @@
 """Drafts a whole block at once: DFlash and DSpark.
 
 The target leaves its residual stream after the chosen layers in one static field, side by side, as
-fc reads it. What a step verified goes into the drafter's KV, and then a single run over a block,
+fc reads it. A step's verified tokens go into the drafter's KV, and then a single run over a block,
 the newest token followed by mask tokens, makes all drafts. All of it is in the step's graph.
 
 Letters: N lanes, R rows, B lanes of a block, K drafts, H hidden.
@@ -61,7 +61,7 @@ class BlockDrafter(Drafter):
     """`DFlash(path, k)`.
 
     read        the config that was read from the checkpoint
-    checkpoint  where its weights are; None: whoever allocates the drafter fills them
+    checkpoint  where its weights are; None: the caller of `allocate` fills them
     target      the target's config
     length      K
     share       this rank's share of the layers, as in the target; `config` has its sizes
@@ -205,7 +205,7 @@ class BlockDrafter(Drafter):
     def _begin(
         self, token_N: Tensor, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch
     ) -> tuple[BlockDraft, Residual]:
-        """Begin each row's block after what the row emitted, with `begin_block_draft`."""
+        """Begin each row's block after the row's emitted tokens, with `begin_block_draft`."""
         table, rows = self._embedding, count_R.numel()
         residual = new_residual(
             rows * self._width, table.shape[1], 1, dtype=table.dtype, device=table.device

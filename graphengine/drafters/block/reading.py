@@ -236,7 +236,7 @@ def _check_sizes(
 
 
 def _check_tensors(checkpoint: Checkpoint, config: DFlashConfig) -> None:
-    """Raise ValueError for missing tensors, wrong shapes, and tensors that nobody reads."""
+    """Raise ValueError for missing tensors, wrong shapes, and tensors that are not read."""
     path, stored = checkpoint.path, checkpoint.tensors
     wanted = allocate_dflash_weights(config, device="meta", dtype=torch.float32).named()
     missing = sorted(wanted.keys() - stored.keys())

@@ -329,7 +329,7 @@ def eagle3_prefill(
 ) -> Tensor:
     """Run the layer on a chunk's lanes; returns y `[T, H]` after the final norm, in model dtype.
 
-    stream_TH  float32, what the layer adds to; it becomes y. Padded lanes hold anything.
+    stream_TH  float32, the stream that the layer adds to; it becomes y. Padded lanes hold anything.
     Other arguments as in `eagle3_decode`; `attention` as in `Model.prefill`.
     """
     layer = weights.layer

@@ -58,8 +58,8 @@ class Eagle3Module(DraftModules):
     """The layer of an EAGLE3 checkpoint.
 
     read        config, tokens and names that were read from the checkpoint
-    checkpoint  where its weights are; None: whoever allocates the module fills them, rows of
-                lm_head in the order of their tokens
+    checkpoint  where its weights are; None: the caller of `allocate` fills them, with lm_head's
+                rows in the order of their tokens
     target      the target's config
     share       this rank's share of the layer, as in the target; `config` has its sizes
     """

@@ -263,7 +263,7 @@ def _check_widths(
 
 
 def _check_tensors(checkpoint: Checkpoint, config: Eagle3Config, names: Mapping[str, str]) -> None:
-    """Raise ValueError for missing tensors, wrong shapes, and tensors that nobody reads."""
+    """Raise ValueError for missing tensors, wrong shapes, and tensors that are not read."""
     weights = allocate_eagle3_weights(config, device="meta", dtype=torch.float32)
     wanted = weights.named()
     missing = sorted(wanted.keys() - checkpoint.tensors.keys())

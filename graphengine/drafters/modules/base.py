@@ -1,4 +1,4 @@
-"""What module drafters share: the modules, before and after they are opened.
+"""Code shared by module drafters: the modules, before and after they are opened.
 
 A module reads hidden states of the target besides tokens, has KV of its own, and drafts the token
 after the one that it is fed. The folders `mtp/` and `eagle3/` have the two kinds; `chain.py` here
@@ -62,7 +62,7 @@ class ModuleOutput(NamedTuple):
     """The output of a module's run, by lane.
 
     normed    after the final norm, which lm_head reads
-    recycled  what the next run of a chain reads as the lane's hidden state
+    recycled  the lane's hidden state for the next run of a chain
     """
 
     normed: Hidden
@@ -210,7 +210,7 @@ class OpenModules(ABC):
         drafts: int,
         of_tree: PathLanes | None = None,
     ) -> tuple[FirstDraft, ModuleOutput]:
-        """Run the first module on what a step with this many drafts emitted.
+        """Run the first module on the tokens that a step with this many drafts emitted.
 
         hidden   as in `read`
         of_tree  as in `Verified`

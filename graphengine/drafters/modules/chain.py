@@ -1,9 +1,9 @@
 """One module, run K times: each run is fed the previous run's draft and output.
 
 EAGLE drafts this way (arXiv:2401.15077), and so does DeepSeek-V3's single module where K > 1. The
-module keeps its own KV: an entry for each token but the newest. After a verified step its first
-run takes in what was emitted, with the target's hidden states; each later one extends the chain by
-a draft, at positions that the next step's first run overwrites.
+module keeps its own KV: an entry for each token but the newest. After a verified step its first run
+takes in the emitted tokens, with the target's hidden states; each later one extends the chain by a
+draft, at positions that the next step's first run overwrites.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, K drafts.
 """

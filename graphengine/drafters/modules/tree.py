@@ -1,8 +1,8 @@
 """One module that drafts trees: EAGLE with more than one token after a node.
 
 EAGLE verifies static trees (arXiv:2401.15077), as Medusa does, and EAGLE-2 dynamic ones
-(arXiv:2406.16858). What was emitted is taken in as a chain's drafter does; then a `TreeGrowth`
-grows the tree, in entries of the module's cache that the next step overwrites.
+(arXiv:2406.16858). Emitted tokens are taken in as in a chain's drafter; then a `TreeGrowth` grows
+the tree, in entries of the module's cache that the next step overwrites.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _KINDS = {
 def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     """The draft modules of a checkpoint, from its `config.json` and the names of its tensors.
 
-    ValueError, with what was looked for and what is there, if there is no module, if modules are
+    ValueError, with the expected names and the names found, if there is no module, if modules are
     missing or incomplete, or if they have tensors that a decoder layer does not have.
     """
     names = checkpoint.tensors

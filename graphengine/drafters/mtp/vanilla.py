@@ -1,7 +1,7 @@
 """K MTP modules in a row, each with its own KV: module m drafts the m-th token.
 
 Module m's row at position p takes the token at p + m. After a verified step each module takes in
-what was emitted; then come m - 1 rows of what the previous modules drafted, which the next step
+the emitted tokens; then come m - 1 rows of the previous modules' drafts, which the next step
 overwrites. `MTP.feed` says which hidden state goes with the token:
 
 chained  module m - 1's output for its row at p, down to the target's hidden state at p for the
@@ -179,7 +179,7 @@ class VanillaDrafter(ModuleDrafter):
         return self._opened.run_chunk(index, combined, chunk, attention)
 
     def _take_in(self, emitted: Emitted, hidden: Hidden, launch: DecodeLaunch) -> None:
-        """Take what was emitted into the KV of all modules after the first, whose output is
+        """Take the emitted tokens into the KV of all modules after the first, whose output is
         `hidden`.
         """
         recycled = None
@@ -193,7 +193,7 @@ class VanillaDrafter(ModuleDrafter):
                 module=index + 1,
                 residual=residual,
                 recycled=recycled,
-                # The launch before may still be writing what is recycled.
+                # The launch before may still be writing the recycled hidden state.
                 pdl=launch.pdl and recycled is None,
             )
             hidden = self._opened.run(index, taken.combined, residual, taken.lanes, launch).normed

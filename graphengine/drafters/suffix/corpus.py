@@ -19,7 +19,7 @@ def read_corpus(path: str | os.PathLike[str], checkpoint: Checkpoint, vocab_size
     """The corpus's tokens: int32 [C] on the CPU.
 
     A file whose name ends in `.npy` holds integers [C] as NumPy saves them, any other a text in
-    UTF-8, which the checkpoint's tokenizer splits. ValueError names the file, and what is wrong;
+    UTF-8, which the checkpoint's tokenizer splits. ValueError names the file and the fault;
     FileNotFoundError where there is none.
     """
     name, file = os.fspath(path), expand_user(path)

@@ -1,4 +1,5 @@
-"""Drafts what followed the longest match of the last tokens, in the request's text or a corpus.
+"""Drafts the tokens that followed the longest match of the last tokens, in the request's text or a
+corpus.
 
 It drafts only as many tokens as the match supports, so a step feeds fewer tokens where little is
 known. As in SuffixDecoding (G. Oliaro et al., arXiv:2411.04975), a match of n tokens supports

@@ -80,7 +80,7 @@ class AdapterTable:
     def fill(
         self, slot: int, parts: Mapping[str, AdapterPart], linears: Sequence[StoredLinear]
     ) -> None:
-        """Copy an adapter into a slot, in place of what it held, on the current stream.
+        """Copy an adapter into a slot, over its old contents, on the current stream.
 
         linears  the weights with the `cuts` of this rank, if there are several
         """

@@ -474,7 +474,9 @@ def _prefill_normed(
     slot: Tensor,
     scratch: PrefillScratch,
 ) -> None:
-    """Run `prefill_experts` where experts and what is beside them have norms of their own."""
+    """Run `prefill_experts` where experts and the feed-forward beside them have norms of their
+    own.
+    """
     h, launch, eps = scratch.h, scratch.launch, weights.block.norm_eps
     whole = _shared_chunk(weights, slot, scratch)
     norms.router_input(stream, slot, eps=eps, out=h, pdl=launch.pdl)

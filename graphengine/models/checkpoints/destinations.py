@@ -84,7 +84,7 @@ def read_model(
 
     quantize  format that weights will be rounded to; with `head` also lm_head
 
-    Logs unknown keys of `config.json`, and a LoRA adapter in the same folder. ValueError says what
+    Logs unknown keys of `config.json`, and a LoRA adapter in the same folder. ValueError names what
     is missing, unsupported or contradictory.
     """
     config = _read_config(checkpoint).named_as(checkpoint.tensors)

@@ -27,7 +27,7 @@ _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 
 
 def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
-    """The directory or GGUF file, or None for what looks like a hub id.
+    """The directory or GGUF file, or None for a text that looks like a hub id.
 
     FileNotFoundError for a path that leads nowhere, ValueError for anything else.
     """

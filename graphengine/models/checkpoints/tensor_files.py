@@ -24,7 +24,7 @@ from graphengine.options.checks import some
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
-# What to do about pickled weights.
+# Advice about pickled weights.
 _CONVERSION = (
     ". If you trust the files, this writes such a folder, NEW: "
     'python -c "from transformers import AutoModelForCausalLM as M; '

@@ -17,7 +17,7 @@ def delayed(frames: Codes, own: int, *, begin: int) -> Codes:
     The late codes of the first frame are `begin`. The last frame has the late codes of the last
     given one, and -1 for all else, which is not known.
 
-    frames  `[n, K]`, or `[n, K + P]` with those of somebody else
+    frames  `[n, K]`, or `[n, K + P]` with those of another speaker
     own     K
     """
     found = np.full((len(frames) + 1, frames.shape[1]), -1, np.int32)

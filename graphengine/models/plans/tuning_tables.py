@@ -256,7 +256,7 @@ class _Object(dict[str, Any]):
 
 
 def parse_table(content: bytes, device: str, *, origin: str) -> Table:
-    """`read_table` of a file's content; `origin` is what errors call it."""
+    """`read_table` of a file's content; `origin` names it in errors."""
     try:
         document = json.loads(content.decode("utf-8"), object_pairs_hook=_Object)
     except ValueError as error:

@@ -93,7 +93,7 @@ class Pushes:
         return push_candidates(self.peers, best_NC, health_NC, pdl=self._pdl)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
-        """The lanes of all ranks, in one launch; None where the memory does not hold so many."""
+        """The lanes of all ranks, in one launch; None where the memory is too small for them."""
         return (
             None if lanes.units > self.peers.units else push_lanes(self.peers, lanes, pdl=self._pdl)
         )

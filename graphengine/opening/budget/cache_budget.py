@@ -66,7 +66,7 @@ class CacheBlocks(NamedTuple):
 def add_caches(
     budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: FreeMemory, calibrated: int
 ) -> CacheBlocks:
-    """Add rings, the pool, its swap area, and the extra KV of calibrating with so many tokens.
+    """Add rings, the pool, its swap area, and the extra KV of calibrating with `calibrated` tokens.
 
     OutOfBudget where the device has no room for them.
     """
@@ -174,8 +174,8 @@ def _swap_bytes(blocks: int, block: BlockBytes, *, pinned: bool) -> int:
 def _add_calibration(
     budget: MemoryBudget, shape: EngineShape, block: BlockBytes, tokens: int, held: int
 ) -> None:
-    """Add what the KV of this many tokens, in `dtype` and without rings, takes beyond the `held`
-    bytes of caches. The caches are allocated only after that KV is freed.
+    """Add the bytes that the KV of this many tokens, in `dtype` and without rings, takes beyond the
+    `held` bytes of caches. The caches are allocated only after that KV is freed.
     """
     blocks = 1 + calibration_blocks(tokens, shape.config.block_size)
     whole = block.pool + block.rings

@@ -123,7 +123,7 @@ class MemoryPlan:
         return min(self.ladder.max_batch, self.kv_blocks // self.table_blocks)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes that so many tokens take in the caches of the pool."""
+        """Bytes of `tokens` tokens in the caches of the pool."""
         return tokens * self.block_bytes // self.block_size
 
     def describe_kv(self) -> str:
@@ -182,7 +182,7 @@ def plan_memory(
                         caches are allocated, so the budget has a line for what it takes beyond them
     footprint           memory of the steps; None, only on a CPU: it is estimated from the model's
                         sizes
-    room                the memory that may be planned; None: what is free now
+    room                the memory that may be planned; None: the memory that is free now
     adapters            how many adapters there are slots for; None: none
     """
     rings = window_rings(model, config, drafter.needs.length)

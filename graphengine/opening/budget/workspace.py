@@ -1,7 +1,7 @@
 """The memory of steps and their graphs, beyond what an engine holds.
 
-On GPUs it follows from the list of what the steps launch (`footprint.py`). On a CPU, where
-references run in place of kernels, it is estimated from the model's sizes.
+On GPUs it follows from the list of the steps' launches (`footprint.py`). On a CPU, where references
+run in place of kernels, it is estimated from the model's sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ UNLISTED = Footprint(0, 0, counters=2**24, products=False)
 
 
 def workspace_bytes(shape: EngineShape) -> int:
-    """Bytes that the largest step takes on a CPU, including what ranks exchange in it."""
+    """Bytes that the largest step takes on a CPU, including the ranks' exchanges."""
     needs, model, chunk = shape.drafter.needs, shape.model, shape.chunk
     lanes = _decode_lanes(shape)
     workspace = step_bytes(

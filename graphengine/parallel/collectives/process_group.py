@@ -225,7 +225,9 @@ class ProcessGroup:
         return None if self.pushes is None else self.pushes.push_candidates(best_NC, health_NC)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
-        """The lanes of all ranks, in one launch; None where nothing is pushed, or not so many."""
+        """The lanes of all ranks, in one launch; None where nothing is pushed, or the memory is too
+        small for them.
+        """
         return None if self.pushes is None else self.pushes.push_lanes(lanes)
 
     def _swap(self, name: str, sent: Sequence[Tensor], received: Tensor) -> None:

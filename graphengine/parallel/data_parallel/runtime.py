@@ -83,8 +83,8 @@ class DataParallelRuntime(DriverRuntime):
 class RemoteRank(SlotOperations, WatchedWaits):
     """The driver's side of rank `rank`: commands go to the rank, results come back.
 
-    buffers  copies of the rank's host-owned fields and its draft tokens, which are as the rank
-             copied them last
+    buffers  copies of the rank's host-owned fields and of its draft tokens; the latter as of the
+             rank's last copy
     """
 
     def __init__(

@@ -118,7 +118,7 @@ def assert_rng_advances(
     `generators`, by name, are those that the step draws from: each must advance with each replay. A
     generator of your own stands still if it was not registered with the graph and its seed and
     offset went into a kernel as numbers, if the step draws from torch's default generator instead,
-    or if the graph is launched past `CUDAGraph.replay`, which is what moves the offsets.
+    or if the graph is not launched by `CUDAGraph.replay`, which moves the offsets.
     """
     require_callable("replay", replay)
     require_tensor("the output", output)

@@ -51,7 +51,7 @@ def assert_outputs_written(
              random numbers. Leave out inputs that stay as they are.
     padding  the parts of outputs that need not be written, as for `poison_padding`
 
-    At the end all tensors hold what they held before. ValueError if there is nothing to write.
+    At the end all tensors have their old contents. ValueError if there is nothing to write.
     """
     require_callable("replay", replay)
     tensors = named_tensors(outputs)

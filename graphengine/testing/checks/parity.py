@@ -1,4 +1,4 @@
-"""Checks that a replay computes what the step computes when it is called."""
+"""Checks that a replay computes the same results as a call of the step."""
 
 from __future__ import annotations
 
@@ -58,12 +58,11 @@ def assert_replay_matches_eager(
     buffers are restored, the graph is replayed, and both results are compared: all buffers, and
     what both returned. At the end the buffers hold what they held before.
 
-    `graph` is an object with `replay()`. `returned` is then what the step returned when it was
-    captured: the tensors (in tuples, lists, mappings, dataclasses) into which every replay writes;
-    leave it out where outputs are buffers. Or `graph` is a callable that replays and returns the
-    results, such as the result of torch.compile. Without `graph`, `step` is warmed up and captured
-    here, on the current CUDA device; if the buffers are on a CPU, it is called a second time
-    instead.
+    `graph` is an object with `replay()`. `returned` is then the step's result from its capture: the
+    tensors (in tuples, lists, mappings, dataclasses) into which every replay writes; leave it out
+    where outputs are buffers. Or `graph` is a callable that replays and returns the results, such
+    as the result of torch.compile. Without `graph`, `step` is warmed up and captured here, on the
+    current CUDA device; if the buffers are on a CPU, it is called a second time instead.
 
     `fill(seed, live)` writes the inputs, in place, and everything else that the step reads: a
     Python number that is frozen in the graph shows when it changes between two seeds. By default,

@@ -61,7 +61,7 @@ POISONS = (
     Poison(name="-inf, smallest", floating=-math.inf, integer=-(2**63)),
     Poison(name="1e30, 10**9", floating=1e30, integer=10**9),
 )
-"""What `poison_padding` writes into padding, one after the other."""
+"""The poisons that `poison_padding` writes into padding, one after the other."""
 
 
 # Any seed will do.

@@ -321,8 +321,8 @@ class _Reader:
             raise ValueError(f"{self._path} has {what} that is not UTF-8: {error}") from error
 
     def _count(self, what: str, least: int) -> int:
-        """Read a count of entries of at least `least` bytes each. An error if the file has no room
-        for so many.
+        """Read a count of entries of at least `least` bytes each. An error if the file is too short
+        for them.
         """
         count: int = self._number("Q", what)
         left = len(self._data) - self._at

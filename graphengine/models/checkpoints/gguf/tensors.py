@@ -153,7 +153,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 class GgufTensors:
-    """An open file, with its other parts: what `safe_open` is for safetensors."""
+    """An open file, with its other parts, like `safe_open` for safetensors."""
 
     def __init__(self, file: GgufFile, parts: Mapping[str, Part]) -> None:
         self._file, self._parts = file, parts
