@@ -68,8 +68,7 @@ def say(session: Session, text: list[int], heard_until: int | None = None) -> np
         if event.codes is not None:
             frames.append(event.codes)
         if heard_until is not None and len(frames) == heard_until + AHEAD:
-            # The user begins to speak. No more frames are made, and those after the heard ones are
-            # dropped.
+            # The user begins to speak. No more frames are made, and unheard ones are dropped.
             session.interrupt()
     heard = frames[:heard_until]
     session.rewind(len(session) - start - len(heard))

@@ -183,8 +183,7 @@ def state_places(
     model: ModelConfig, config: EngineConfig, needs: DraftNeeds, rings: Sequence[WindowRing]
 ) -> int:
     """Number of places that keep states of recurrent layers, for sessions and prefixes."""
-    # The recurrent states of a draft model cannot be kept, so with such a draft model no states
-    # are.
+    # A draft model's recurrent states are not kept; with such a draft model no states are.
     if rings or recurrent_states(needs.states) or not recurrent_states(model.states):
         return 0
     return config.session_states

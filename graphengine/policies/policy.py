@@ -199,8 +199,8 @@ class Policy:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for first, part in rows:
                 self._buffers["embeds"][first : first + len(part)].copy_(part, non_blocking=True)
-            # Set before the load: if anything raises from here on, the next call may use the block
-            # again.
+            # Set before the load: if anything raises from here on, the next call may reuse the
+            # block.
             self._launched += 1
             self._buffers.load(
                 {

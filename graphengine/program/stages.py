@@ -25,8 +25,7 @@ from graphengine.kernels.linear.residual import Residual, sums_of_squares
 from graphengine.kernels.step.state import PrefillLanes, SlotState
 from graphengine.models.launches import Share
 
-# The fields of `SlotState` that the last stage commits. Replays are not among them: each stage
-# counts its own.
+# The fields of `SlotState` that the last stage commits; each stage counts its replays itself.
 _COMMITTED = SlotState._fields[:-1]
 
 
@@ -91,8 +90,7 @@ class StageFlow(StepFlow):
         self._group, self._hidden = group, hidden
         names = [*_COMMITTED, *(["draft_tokens"] if drafts else [])]
         self._fed = {name: buffers[name] for name in names}
-        # How many groups of squares the previous stage leaves; whether the next stage knows our
-        # number.
+        # Groups of squares that the previous stage leaves; whether the next one knows our number.
         self._groups, self._told = 0, False
 
     @property

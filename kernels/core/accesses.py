@@ -79,8 +79,8 @@ _Value = _Known | _Computed | _Tuple
 _NUMBER = _Computed()
 _NONE = _Known(None)
 
-# Names under which kernels call functions that read and write memory; `core.triton_versions` has
-# some.
+# Names of functions that read and write memory, as kernels call them; some are in
+# `core.triton_versions`.
 _LOADS = {"load", "load_async", "load_tile"}
 _STORES = {"store", "store_tile"}
 # Functions and methods that turn an address into another one.

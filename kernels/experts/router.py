@@ -107,9 +107,10 @@ def route(
     """Choose each live lane's experts: one kernel on the current stream, without a host sync.
 
     Args:
-        logits_NE: float32, dense rows, any stride between them. slot_N: int32, -1 = padded lane.
-        correction_E: float32, added to the scores for the choice, but not to the weights. factor_E:
-        any float dtype, factor of each expert's weight at the end.
+        logits_NE: float32, dense rows, any stride between them.
+        slot_N: int32, -1 = padded lane.
+        correction_E: float32, added to the scores for the choice, but not to the weights.
+        factor_E: any float dtype, factor of each expert's weight at the end.
         given_Nk: int32, replaces the choice: a lane whose first id is not -1 takes these ids,
             different ones in [0, E), in this order. Their weights follow from the lane's own
             logits, as if they had been chosen.

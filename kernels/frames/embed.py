@@ -146,9 +146,9 @@ def embed_frames(
             outside 0..V-1, or a fed code outside 0..W-1, becomes NaN; padded lanes are not written.
         first_UH: the first codebook, with a number of codes of its own; the table then has the
             others. None: the table has all.
-        fed: rows or codes that are added to the frames; None: nothing. position_N: int32: the
-        position of each lane's frame, for `fed`. pdl: the launch may overlap the one before, by the
-        rules of `core.pdl`.
+        fed: rows or codes that are added to the frames; None: nothing.
+        position_N: int32: the position of each lane's frame, for `fed`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
     """

@@ -35,8 +35,9 @@ def norm_values(
     Args:
         qkv_NX: [N, (Q + 2G) * D] of any float dtype, a lane is [queries | keys | values]; dense
             rows, any stride between them.
-        slot_N: int32, -1 = padded lane. of_keys: whether values are the normed keys instead; the
-        old values are not read. pdl: the launch before, whatever it is, may still run.
+        slot_N: int32, -1 = padded lane.
+        of_keys: whether values are the normed keys instead; the old values are not read.
+        pdl: the launch before, whatever it is, may still run.
 
     Computed in float32, rounded once. Padded lanes are neither read nor written. ValueError for a
     shape or dtype that does not fit.

@@ -67,12 +67,14 @@ def best_of_tile(
     """The best candidate of each lane's tile of logits; its bits do not depend on the tiling.
 
     Args:
-        logits: float32 [L, B]; anything in lanes that are not live and outside the vocabulary. ids:
-        int32 [1, B], the tokens' ids, ascending over the tiles. inside: int1 [1, B], whether the
-        token exists. slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is
-        sampled. live: int1 [L, 1]; other lanes' parameters are not read. temperature_ptr, seed_ptr,
-        stop_ids_ptr, min_len_ptr: of `SamplingTensors`. stop_ids: E. cut_key, cut_id: int32 [L, 1],
-        from the cutoff kernel; None without filters.
+        logits: float32 [L, B]; anything in lanes that are not live and outside the vocabulary.
+        ids: int32 [1, B], the tokens' ids, ascending over the tiles.
+        inside: int1 [1, B], whether the token exists.
+        slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is sampled.
+        live: int1 [L, 1]; other lanes' parameters are not read.
+        temperature_ptr, seed_ptr, stop_ids_ptr, min_len_ptr: of `SamplingTensors`.
+        stop_ids: E.
+        cut_key, cut_id: int32 [L, 1], from the cutoff kernel; None without filters.
 
     Returns:
         best int64 [L], `NOTHING` if there is no candidate, and health int32 [L]; both mean nothing

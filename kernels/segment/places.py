@@ -28,8 +28,7 @@ ROW_PITCH = gl.constexpr(_ROW_PITCH)
 TILE_BYTES = gl.constexpr(_TILE_BYTES)
 TILE_COLUMNS = gl.constexpr(_TILE_COLUMNS)
 
-# Values of the error word: a wait for inputs was in vain, or shared memory is not at the expected
-# address.
+# Values of the error word: a wait for inputs was in vain, or shared memory is misplaced.
 LATE = gl.constexpr(1)
 MOVED = gl.constexpr(2)
 

@@ -151,8 +151,7 @@ class VanillaDrafter(ModuleDrafter):
         slot = chunk.slot[:1].clamp(min=0).long()
         epoch, fed = self._epoch.index_select(0, slot), self._kept_epoch.index_select(0, slot)
         kept_DH = kept_SDH.index_select(0, slot)[0]
-        # If this is the first chunk, the rows before it belong to a reused prefix, or there are
-        # none.
+        # Before the first chunk there are only the rows of a reused prefix, or none.
         lowest = torch.where(fed == epoch, 0, chunk.position[:1])
         hidden = prefilled.hidden
         runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []

@@ -50,8 +50,7 @@ _BUFFERS = re.compile(
 )
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
-# A tensor of this name in a layer past the model's own marks a draft module, as in DeepSeek's
-# checkpoints.
+# In a layer past the model's own, this name marks a draft module, as in DeepSeek's checkpoints.
 _DRAFT_LAYER = re.compile(_LAYER.pattern + r"eh_proj\.")
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # Tensors next to a language model that do not affect its tokens: towers for images and sound and

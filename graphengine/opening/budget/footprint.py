@@ -36,8 +36,7 @@ from graphengine.program.graph_key import GraphKey
 # A product of the BLAS may take two nodes: one for parts of K, and one that adds them up.
 _NODES_OF_TORCH = 2
 _PRODUCTS = {"addmm", "bmm", "matmul", "mm", "linear", "_scaled_mm"}
-# Most calls only read a property of a tensor or make a view. Property reads arrive as method
-# wrappers.
+# Most calls read a tensor's property, which arrives as a method wrapper, or make a view.
 _QUESTIONS = ("__len__", "data_ptr", "dim", "is_contiguous", "numel", "stride", "storage_offset")
 _VIEWS = ("as_strided", "t", "transpose", "unbind", "unsqueeze", "view")
 _NO_NODES = frozenset(getattr(Tensor, name) for name in (*_QUESTIONS, *_VIEWS))
@@ -131,8 +130,7 @@ class _Watch(TorchFunctionMode):
         self.nodes, self.most, self.counters, self.products = 0, 0, 0, False
         self._living: dict[int, tuple[Any, int]] = {}
         self._total = 0
-        # For each current call, at its beginning: the most bytes so far, the bytes in use, and the
-        # nodes.
+        # At the beginning of each current call: the most bytes so far, the bytes in use, the nodes.
         self._begun: list[tuple[int, int, int]] = []
 
     def watched(self, step: Callable[[], object]) -> Footprint:

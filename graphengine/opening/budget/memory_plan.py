@@ -36,8 +36,7 @@ from graphengine.program.graph_key import GraphKey
 
 # Channels and buffers of NCCL for a group on one host, rounded up.
 _NCCL_BYTES = 512 * 2**20
-# Arrival counters on a CPU. Its references use none, but this many suffice to list a GPU's
-# launches.
+# Arrival counters on a CPU. References use none; this many suffice to list a GPU's launches.
 _COUNTERS_OF_CPU = 2**18
 
 UNLIMITED = FreeMemory(2**62, 2**62)

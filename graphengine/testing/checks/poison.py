@@ -246,8 +246,7 @@ class CanaryPages:
     def __init__(self, device: torch.device | str, *, page_bytes: int = 4096) -> None:
         if page_bytes < 1 or page_bytes % 256:
             raise ValueError(f"{page_bytes=} is no multiple of 256, so tensors would lie askew")
-        # Bytes without a short period, so a copy of neighbouring pages or rows does not look the
-        # same.
+        # Without a short period, so a copy of neighbouring pages or rows does not look the same.
         numbers = torch.arange(page_bytes, dtype=torch.int64, device=device)
         self._page = ((numbers * numbers + 89 * numbers + 37) % 251).to(torch.uint8)
         self._regions: list[tuple[str, torch.Tensor, torch.Tensor]] = []

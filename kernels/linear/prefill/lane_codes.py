@@ -81,7 +81,8 @@ def quantise_lanes(
     Args:
         x_NK: dense rows, any stride between them. Padded lanes hold anything; no lane's codes
             depend on another lane.
-        out: tensors to write; None: new ones. pdl: the launch before may still run.
+        out: tensors to write; None: new ones.
+        pdl: the launch before may still run.
 
     A code is the e4m3 nearest to `x * (448 / max|x|)`, ties to even. A lane of zeros has codes of
     zero, and NaN stays NaN. ValueError unless K is a multiple of 4, and for an `out` of another
