@@ -367,7 +367,8 @@ def _require_valid_capture(stream: torch.cuda.Stream) -> None:
     status = library.capture_status(stream.cuda_stream)
     if status != "active":
         raise RuntimeError(
-            f"the step did what cannot be captured and hid the error (its capture: {status})"
+            f"the step did something that cannot be captured, and hid the error (its capture: "
+            f"{status})"
         )
 
 

@@ -593,8 +593,8 @@ class EngineConfig(RankOptions):
         """The checkpoint's end-of-sequence ids. ValueError if they exceed `max_stop_ids`."""
         if len(eos_ids) > self.max_stop_ids:
             raise ValueError(
-                f"the checkpoint has {len(eos_ids)} end-of-sequence ids, and at most "
-                f"max_stop_ids={self.max_stop_ids} of a request stop it: max_stop_ids="
+                f"the checkpoint has {len(eos_ids)} end-of-sequence ids, but a request has at most "
+                f"max_stop_ids={self.max_stop_ids} stop ids: max_stop_ids="
                 f"{len(eos_ids)} holds them"
             )
         return eos_ids

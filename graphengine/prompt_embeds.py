@@ -334,8 +334,8 @@ def image_at(part: ImageEmbeds, position: int, spec: EmbedsSpec | None) -> Embed
     found = embeds_at(part.rows, position, spec)
     if spec is not None and spec.images is None:
         raise ValueError(
-            f"an image of {len(part.rows)} embeddings that see each other is for a model that "
-            f"attends so: give this one the tensor alone"
+            f"an image of {len(part.rows)} embeddings that see each other is for a model with "
+            f"bidirectional attention in images: give this model the tensor alone"
         )
     if spec is None or spec.images is None or not found:
         return found

@@ -103,7 +103,7 @@ def _read_options(options: argparse.Namespace) -> Study:
     for batch, mode in product(batches, modes.values()):
         config = EngineConfig(**engine | {"max_batch": batch, "speculative": mode})
         if config.forced_acceptance is not None:
-            raise ValueError(f"{FORCE_ACCEPTED} is set: then acceptance is what it says")
+            raise ValueError(f"{FORCE_ACCEPTED} is set, which forces the acceptance")
     temperatures = tuple(dict.fromkeys(_numbers(options.temperature)))
     filters = {name: getattr(options, name) for name in FILTERS}
     for temperature in temperatures:

@@ -295,8 +295,8 @@ def make_draft_model(options: DraftModel, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     if config.prompt_embeds:
         raise ValueError(
-            f"prompt_embeds=True, but the draft model {checkpoint.path} has embeddings of its own, "
-            f"and nothing for those of a prompt: other drafters take them"
+            f"prompt_embeds=True, but the draft model {checkpoint.path} has its own embeddings, "
+            f"and cannot read a prompt's: other drafters can"
         )
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:

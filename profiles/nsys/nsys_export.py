@@ -72,7 +72,7 @@ def read_export(path: Path) -> Run:
     except sqlite3.Error as error:
         raise ValueError(f"{path}: damaged or cut off: {error}") from error
     except (ArithmeticError, TypeError) as error:
-        raise ValueError(f"{path}: a table holds what is of another type: {error}") from error
+        raise ValueError(f"{path}: a table has a value of another type: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
