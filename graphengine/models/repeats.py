@@ -206,7 +206,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
     def over(self, tensor: Tensor, start: int) -> Tensor:
-        """The same view of the allocation of `tensor`, from this byte on; `tensor` itself if it is
+        """This view over the allocation of `tensor`, from this byte on; `tensor` itself if it is
         equal.
         """
         if self._replace(memory=memory_of(tensor), start=start) == _view_of(tensor):
