@@ -40,7 +40,7 @@ types:
 		-p graphengine.profiles
 	MYPYPATH=training $(BIN)/mypy -p demo_training
 	$(BIN)/python tests/support/pages.py build/pages
-	$(BIN)/mypy --strict build/pages examples
+	$(BIN)/mypy --strict build/pages examples tests/support/typed_calls.py
 
 ENGINE_TESTS := tests/graphengine
 
