@@ -25,13 +25,28 @@ if INTERPRETED:
 # First, because `-m` deselects in a hook of the same name.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU machine every test of this folder is a `gpu` test: `pytest -m gpu` runs them all."""
-    if not torch.cuda.is_available() or INTERPRETED:
-        return
+    """On a GPU machine every test of this folder is a `gpu` test: `pytest -m gpu` runs them all.
+
+    Tests of a kernel and of its reference are parametrised; the interpreter runs the kernel only.
+    """
+    ordinary = pytest.mark.skip(reason="the reference is tested in an ordinary process")
     for item in items:
         # The hook sees the items of the whole session, not only this folder's.
-        if _HERE in item.path.parents:
+        if _HERE not in item.path.parents:
+            continue
+        if INTERPRETED and _is_of_a_reference(item):
+            item.add_marker(ordinary)
+        elif torch.cuda.is_available() and not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
+
+
+def _is_of_a_reference(item: pytest.Item) -> bool:
+    """Whether this case calls the reference, and runs where there are no kernels."""
+    if not isinstance(item, pytest.Function) or "device" in item.fixturenames:
+        return False
+    call = getattr(item, "callspec", None)
+    values = [] if call is None else call.params.values()
+    return any(isinstance(value, str) and value == "reference" for value in values)
 
 
 @pytest.fixture(scope="session")
