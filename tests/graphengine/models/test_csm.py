@@ -29,7 +29,7 @@ from graphengine.models.quantised.forms import rounded_forms
 from graphengine.opening.requirements import check_frames
 from graphengine.program.frame_step import CACHE_FIELD, InnerStep
 
-FRAMES = extent(10, 40)
+FRAMES = extent(6, 40)
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True, "max_seq_len": 192}
 Codes = NDArray[np.integer[Any]]
 MODELS: dict[str, dict[str, Any]] = {
@@ -205,15 +205,15 @@ def with_an_end(csm: Csm, folder: Path, after: int) -> Csm:
 def test_a_frame_of_end_codes_ends_a_request(five: Csm, device: str, tmp_path: Path) -> None:
     ending = with_an_end(five, tmp_path, 3)
     prompt = text(11)
-    wanted = ending.says(prompt, 40)
+    wanted = ending.says(prompt, 12)
     # The last code is not judged, neither here nor by transformers.
-    assert 3 < len(wanted) < 40 and not wanted[-1][:-1].any() and wanted[:-1, 0].all()
+    assert 3 < len(wanted) < 12 and not wanted[-1][:-1].any() and wanted[:-1, 0].all()
     with open_engine(ending.path, device=device, **SIZES) as engine:
-        result = engine.generate(prompt, greedy(40))
+        result = engine.generate(prompt, greedy(12))
         assert np.array_equal(result.codes, wanted)
         assert result.finish_reason == "stop" and result.stop_reason is None
-        endless = engine.generate(prompt, greedy(40, ignore_eos=True))
-        assert len(endless.codes) == 40 and np.array_equal(endless.codes[: len(wanted)], wanted)
+        endless = engine.generate(prompt, greedy(12, ignore_eos=True))
+        assert len(endless.codes) == 12 and np.array_equal(endless.codes[: len(wanted)], wanted)
         assert endless.finish_reason == "length"
 
 
