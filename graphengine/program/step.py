@@ -135,6 +135,8 @@ class StepProgram:
         self.states = states
         self.mailbox = mailbox
         self.launch = launch
+        # Counted once: the lists of linears are made anew whenever they are asked for.
+        self._stream_groups = stream_groups(model.config.linears, launch.plans)
         self.logits_step = logits_step
         self.vocabulary = vocabulary
         self.state = SlotState(*(buffers[name] for name in SlotState._fields))
@@ -226,7 +228,7 @@ class StepProgram:
         residual = new_residual(
             rows * (1 + drafts),
             config.hidden_size,
-            stream_groups(config.linears, self.launch.plans),
+            self._stream_groups,
             dtype=model.dtype,
             device=buffers.device,
         )
