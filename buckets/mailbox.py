@@ -165,11 +165,11 @@ class Mailbox:
         start = sequence % self.entries * self.lanes * self.items_per_lane
         # Copied first, then checked: on a processor that reorders loads (Grace), a tag read before
         # its payload would prove nothing. A copy of aligned words never splits a word.
-        words = self._words[start : start + count].tobytes()
-        halves = memoryview(words).cast("I").tolist()
-        if halves[1::2].count(sequence & TAG_MASK) != count:
+        halves = memoryview(self._words[start : start + count].tobytes()).cast("I")
+        # As bytes, since each integer would be made first.
+        if halves[1::2].tobytes() != (sequence & TAG_MASK).to_bytes(4, "little") * count:
             return None
-        return list(zip(*[halves[column] for column in self._columns], strict=True))
+        return list(zip(*[halves[column].tolist() for column in self._columns], strict=True))
 
     def _check_stream(self, stream: Queryable, sequence: int, lanes: int) -> None:
         try:

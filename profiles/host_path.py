@@ -46,6 +46,8 @@ Figure = TypeVar("Figure")
 # With larger blocks fewer steps enter a new one.
 BLOCK_SIZE = 128
 PROMPT = [1, 2, 3]
+# The first of many tokens of the demo model that are words or parts of words.
+WORDS = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,7 @@ class PublishingGraph:
             self._loads = self._counters["loads"]
             self._lanes = self._live_lanes()
         sequence = self._runtime.launched + 1
-        self._lanes[:, 0] = 100 + sequence % 97
+        self._lanes[:, 0] = WORDS + sequence % 97
         entry = self._items[sequence % len(self._items), : len(self._lanes)]
         np.bitwise_or(self._lanes, np.uint64((sequence & 0xFFFF_FFFF) << 32), out=entry)
         self.seconds.append(time.perf_counter() - started)

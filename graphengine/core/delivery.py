@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from graphengine.buckets.mailbox import Payloads
 from graphengine.host.gate import Gate
@@ -18,6 +19,7 @@ from graphengine.kernels.step.record import (
     FLAGS_AND_COUNT,
     FLAGS_AND_COUNT_MASK,
     fed_of,
+    pack_state,
     unpack_state,
 )
 from graphengine.kernels.step.state import EMITTED, INVALID, LENGTH, STOP
@@ -29,7 +31,7 @@ from graphengine.requests.grammars import AnyGuide
 from graphengine.requests.job import NO_FRAME, Frame, Job
 from graphengine.requests.request import Event, Phase, Request
 from graphengine.requests.result import FinishReason, TokenLogprobs
-from graphengine.text.tokenizer import TextStream
+from graphengine.text.tokenizer import IncrementalDecoder, TextStream
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,45 @@ StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
 # Makes an event from a tuple. Calling the class runs a Python function and takes twice as long.
 _make = tuple.__new__
 _HALTED = STOP | LENGTH
+_NEVER = -1
+"""A state word that no lane has."""
+
+
+class PlainLane(NamedTuple):
+    """What a plain token of a decode row goes to: one that ends nothing, and whose text its decoder
+    knows. It is looked up once for many steps of the same rows.
+
+    state    the lane's state word where the row emitted one token in its epoch and goes on; a word
+             that no lane has for requests whose tokens are never plain
+    tokens   the request's tokens, and their `times`
+    made     their text; not used without a `decoder`
+    decoder  None without a tokenizer
+    """
+
+    request: Request
+    epoch: int
+    state: int
+    tokens: list[int]
+    times: list[float]
+    made: list[str]
+    decoder: IncrementalDecoder | None
+
+    @classmethod
+    def of(cls, request: Request, epoch: int) -> PlainLane:
+        """The lane of a request with this epoch."""
+        job, stream = request.job, request.job.stream
+        plain = job.guide is None and job.codes is None and not job.scores
+        if stream is not None:
+            plain = plain and stream.plain
+        return cls(
+            request,
+            epoch,
+            pack_state(epoch, 1, 1, EMITTED) if plain else _NEVER,
+            job.tokens,
+            request.timings.tokens,
+            [] if stream is None else stream.made,
+            None if stream is None else stream.decoder,
+        )
 
 
 class Delivery:
@@ -76,6 +117,9 @@ class Delivery:
         # order.
         self._undelivered: list[Event] = []
         self._unreturned: list[Event] = []
+        # The lanes of the rows that were decoded last.
+        self._rows: tuple[Request, ...] = ()
+        self._lanes: list[PlainLane] = []
 
     @property
     def pending(self) -> bool:
@@ -86,6 +130,7 @@ class Delivery:
         """Drop all pending requests and events, as the engine closes."""
         for left in (self.cancelled, self._undelivered, self._unreturned, self.deadlines.heap):
             left.clear()
+        self._rows, self._lanes = (), []
 
     def keep(self, events: list[Event]) -> None:
         """Take back the list that a step returned: the next step adds its events and returns it."""
@@ -99,14 +144,11 @@ class Delivery:
         now: float,
     ) -> None:
         """Deliver all lanes of a replay's mailbox entry and log-probabilities, read at `now`."""
-        read, width = self.read, replay.width
-        lanes = zip(replay.requests, replay.epochs, record, strict=True)
-        if logprobs is None:
-            given = [read(request, epoch, items, width, now) for request, epoch, items in lanes]
+        none = logprobs is None or logprobs.count(None) == len(logprobs)
+        if none and replay.width == 1 and replay.chunk is None:
+            given = self._read_rows(replay, record, now)
         else:
-            given = [
-                read(*lane, width, now, found) for lane, found in zip(lanes, logprobs, strict=True)
-            ]
+            given = self._read_lanes(replay, record, logprobs, now)
         if tokens := sum(given):
             self.counters["tokens"] += tokens
         if self._recorder.recording:
@@ -115,6 +157,49 @@ class Delivery:
             self._recorder.collected(
                 replay.sequence, replay.requests, given, now, drafted, accepted, sampled
             )
+
+    def _read_lanes(
+        self,
+        replay: Replay,
+        record: Payloads,
+        logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None,
+        now: float,
+    ) -> list[int]:
+        """`read` each lane of a replay; returns how many tokens each request got."""
+        if logprobs is None:
+            logprobs = [None] * len(record)
+        lanes = zip(replay.requests, replay.epochs, record, logprobs, strict=True)
+        return [
+            self.read(request, epoch, items, replay.width, now, found)
+            for request, epoch, items, found in lanes
+        ]
+
+    def _read_rows(self, replay: Replay, record: Payloads, now: float) -> list[int]:
+        """Like `_read_lanes`, of a decode replay without drafts and log-probabilities. It delivers
+        plain tokens itself, without a call for each.
+        """
+        if replay.requests != self._rows:
+            self._rows = replay.requests
+            self._lanes = list(map(PlainLane.of, replay.requests, replay.epochs))
+        given = []
+        for lane, items in zip(self._lanes, record, strict=True):
+            request, epoch, state, tokens, times, made, decoder = lane
+            text: str | None = ""
+            if decoder is not None:
+                text = decoder.known.get(items[0]) if decoder.settled else None
+            if items[-1] != state or text is None or request.finish_reason is not None:
+                given.append(self.read(request, epoch, items, 1, now))
+                continue
+            tokens.append(items[0])
+            times.append(now)
+            made.append(text)
+            event = _make(Event, (request, items[:1], text, None, now, None, None, None))
+            if request.callback is None:
+                self._unreturned.append(event)
+            else:
+                self._announce(event)
+            given.append(1)
+        return given
 
     def read(
         self,
@@ -210,7 +295,7 @@ class Delivery:
         self, request: Request, stream: TextStream, tokens: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Tokens before the one whose text failed; the caller gets neither it nor later ones."""
-        taken = len(stream.lengths) - len(request.job.tokens)
+        taken = len(stream.made) - len(request.job.tokens)
         self.counters["discarded_tokens"] += len(tokens) - taken
         log.error("request %d: %s", request.id, stream.failure)
         return tokens[:taken]

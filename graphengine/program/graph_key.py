@@ -6,6 +6,7 @@ A key is data. Its name is for people (reports, files, counters); nothing parses
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 from graphengine.buckets import BucketLadder
@@ -66,6 +67,7 @@ class GraphKey(NamedTuple):
         return f"replays/{self.name}"
 
 
+@cache
 def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast", steps: int = 1) -> GraphKey:
     """The decode graph of `rows` rows that verifies `drafts` drafts of each in a step."""
     return GraphKey("decode", rows, drafts, sampler, steps)

@@ -43,6 +43,12 @@ class Piece(NamedTuple):
 class Stage(Protocol):
     """A member of a decoder."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether what comes next neither begins a text nor continues one that is held back: what
+        becomes of it, up to the next settled state, depends on nothing before it.
+        """
+
     def push(self, piece: Piece) -> Iterable[Piece]:
         """The pieces that this one made certain."""
 
@@ -52,6 +58,10 @@ class Stage(Protocol):
 
 class TextDecoder(Protocol):
     """Turns one text's tokens into text."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether a token's text depends on that token alone, if this is still true after it."""
 
     def push(self, token: str) -> str:
         """The text that this token made certain."""
@@ -86,6 +96,10 @@ class Pipeline:
         self._stages = stages
         self._began = False
 
+    @property
+    def settled(self) -> bool:
+        return all(stage.settled for stage in self._stages)
+
     def push(self, token: str) -> str:
         self._began = True
         return self._through([Piece(token)], 0)
@@ -108,6 +122,9 @@ class LibraryStream:
 
     It fails where a token changes text that was passed on, as no token of BERT does.
     """
+
+    # What its tokens make depends on those before them.
+    settled = False
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
@@ -174,6 +191,10 @@ class _WholeTexts:
     def __init__(self) -> None:
         self._parts: list[str] = []
 
+    @property
+    def settled(self) -> bool:
+        return not self._parts
+
     def push(self, piece: Piece) -> Iterable[Piece]:
         self._parts.append(piece.text)
         if not piece.ends:
@@ -193,6 +214,10 @@ class _Concatenated(_WholeTexts):
     def __init__(self, *, begins: bool) -> None:
         super().__init__()
         self._begun = not begins
+
+    @property
+    def settled(self) -> bool:
+        return self._begun and super().settled
 
     def grow(self, text: str) -> list[Piece]:
         """Add to the one text."""
@@ -220,6 +245,11 @@ class _ByteLevel(_Concatenated):
         super().__init__(begins=begins)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def settled(self) -> bool:
+        held, _ = self._utf8.getstate()
+        return not held and super().settled
+
     def take(self, text: str) -> Iterable[Piece]:
         return self.grow(self._utf8.decode(byte_level_bytes(text)))
 
@@ -242,6 +272,11 @@ class _ByteFallback(_WholeTexts):
         # Surrogates distinguish a byte that belongs to no character from U+FFFD in the text.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._running = False
+
+    @property
+    def settled(self) -> bool:
+        held, _ = self._utf8.getstate()
+        return not (held or self._running) and super().settled
 
     def take(self, text: str) -> Iterable[Piece]:
         if found := self._byte.fullmatch(text):
@@ -273,6 +308,10 @@ class _Metaspace:
         self._replacement = replacement
         self._written = "" if drops_first else " "
 
+    @property
+    def settled(self) -> bool:
+        return self._written == " "
+
     def push(self, piece: Piece) -> Iterable[Piece]:
         text = piece.text.replace(self._replacement, self._written)
         if piece.ends:
@@ -291,6 +330,10 @@ class _Replace:
         self._content = content
         self._begins = begins
         self._rest = ""
+
+    @property
+    def settled(self) -> bool:
+        return not (self._begins or self._rest)
 
     def push(self, piece: Piece) -> Iterable[Piece]:
         if piece.begins:
@@ -324,6 +367,11 @@ class _Strip:
         self._inside = not begins
         self._count = 0
         self._passed = 0
+
+    @property
+    def settled(self) -> bool:
+        # The content at the end that was passed on can no longer be stripped.
+        return self._inside and self._count == self._passed
 
     def push(self, piece: Piece) -> Iterable[Piece]:
         if piece.begins and piece.ends:

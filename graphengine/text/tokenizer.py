@@ -71,6 +71,8 @@ class Tokenizer:
         # What a byte-level token adds to a text, by whether special tokens are skipped. All
         # requests share it; it is filled as tokens come.
         self.known_bytes: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
+        # The same of text, for tokens of whole characters: see `IncrementalDecoder.known`.
+        self.known_text: dict[bool, dict[int, str]] = {False: {}, True: {}}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
@@ -364,6 +366,12 @@ class IncrementalDecoder:
     continues  whether the text follows other text, as a reply follows its prompt: what the decoder
                strips at the beginning of a text then stays. `decode` has no such texts
 
+    Most tokens add the same text wherever they stand, and leave nothing held back:
+
+    settled    whether the next token's text depends on that token alone
+    known      text of tokens, as far as they came, that leave a settled decoder settled: such a
+               token need not be pushed. Decoders without `hidden` share it
+
     ValueError for a token that the library cannot decode.
     """
 
@@ -379,16 +387,36 @@ class IncrementalDecoder:
         special = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._skipped = special.union(hidden)
         self._known_bytes = {} if hidden else tokenizer.known_bytes[skip_special_tokens]
+        self.known = {} if hidden else tokenizer.known_text[skip_special_tokens]
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder = (
             None if tokenizer.is_byte_level else tokenizer.text_decoder(continues=continues)
         )
+        self.settled = self._is_settled()
 
     def push(self, token_id: int) -> str:
         """The text that this token made certain; often empty."""
+        # 1.0 would find the entry of 1.
+        exact, settled = type(token_id) is int, self.settled
+        text = self.known.get(token_id) if exact and settled else None
+        if text is not None:
+            return text
+        text = self._decode(token_id, exact)
+        self.settled = self._is_settled()
+        if settled and self.settled and exact:
+            self.known[token_id] = text
+        return text
+
+    def _is_settled(self) -> bool:
         if self._decoder is None:
-            # 1.0 would find the entry of 1.
-            shown = self._known_bytes.get(token_id) if type(token_id) is int else None
+            held, _ = self._utf8.getstate()
+            return not held
+        return self._decoder.settled
+
+    def _decode(self, token_id: int, exact: bool) -> str:
+        """`push`, whatever is known; `exact` if the id is an `int`."""
+        if self._decoder is None:
+            shown = self._known_bytes.get(token_id) if exact else None
             if shown is None:
                 shown = self._known_bytes[token_id] = self._bytes_of(token_id) or b""
             return self._utf8.decode(shown)
@@ -424,13 +452,16 @@ class TextStream:
     continues            whether it follows other text
     min_tokens           a stop string that one of the first `min_tokens` tokens completes is text
 
-    `text` is what all calls so far have returned, kept as `pieces`, so that a push adds to it
-    without a copy. `lengths[i]` counts the characters that token i made certain, including those of
-    a stop string and of the text after it. The cost of a push does not depend on how many came
-    before it.
+    `text` is what all calls so far have returned. `made[i]` is the text that token i made certain,
+    including a stop string and the text after it: `text` is the beginning of all of it, and without
+    stop strings the whole. The cost of a push does not depend on how many came before it.
 
-    `failure` says why a token could not be decoded. That token and all after it have no text and no
-    length; text held back before it is lost.
+    `failure` says why a token could not be decoded. That token and all after it have no entry in
+    `made`; text held back before it is lost.
+
+    decoder  turns the tokens into text
+    plain    whether there are no stop strings: a caller may then add what the decoder knows of a
+             token to `made`, as `push` would
     """
 
     def __init__(
@@ -444,10 +475,10 @@ class TextStream:
         continues: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self.pieces: list[str] = []
-        self.lengths: list[int] = []
+        self.made: list[str] = []
         self.failure: ValueError | None = None
-        self._decoder = IncrementalDecoder(
+        self.plain = not stops
+        self.decoder = IncrementalDecoder(
             tokenizer,
             skip_special_tokens=skip_special_tokens,
             hidden=hidden,
@@ -456,31 +487,36 @@ class TextStream:
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._silent = False
+        # Characters that were returned, where stop strings may hold some back.
+        self._returned = 0
+        # What the first tokens made, joined, and how many tokens these are.
+        self._joined, self._joined_tokens = "", 0
 
     @property
     def text(self) -> str:
-        """The text so far. The pieces are joined when this is read, if a push has added any."""
-        if len(self.pieces) > 1:
-            self.pieces[:] = ["".join(self.pieces)]
-        return self.pieces[0] if self.pieces else ""
+        """The text so far. It is joined when this is read, if a push has added any."""
+        if len(self.made) > self._joined_tokens:
+            self._joined += "".join(self.made[self._joined_tokens :])
+            self._joined_tokens = len(self.made)
+        return self._joined if self.plain else self._joined[: self._returned]
 
     def ends(self) -> tuple[int, ...]:
         """Characters of `text` up to and including each token, once all text has come."""
         length = len(self.text)
-        return tuple(min(end, length) for end in accumulate(self.lengths))
+        return tuple(min(end, length) for end in accumulate(map(len, self.made)))
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(text that became certain, the stop string that ended the text)."""
         try:
-            text = self._decoder.push(token_id)
+            text = self.decoder.push(token_id)
         except ValueError as error:
             self.failure = error
             return "", None
-        self.lengths.append(len(text))
-        matched = None
-        if self._stops is not None:
-            text, matched = self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
-        self.pieces.append(text)
+        self.made.append(text)
+        if self._stops is None:
+            return text, None
+        text, matched = self._stops.push(text, armed=len(self.made) > self._min_tokens)
+        self._returned += len(text)
         return text, matched
 
     def take(self, token_ids: Sequence[int], silent: bool = False) -> tuple[str, int, str | None]:
@@ -497,7 +533,7 @@ class TextStream:
             if matched is not None:
                 return text, taken, matched
         if silent:
-            self.lengths.append(0)
+            self.made.append("")
             self._silent = True
         return text, len(token_ids), None
 
@@ -506,16 +542,18 @@ class TextStream:
         if self.failure is not None:
             return ""
         try:
-            text = self._decoder.flush()
+            text = self.decoder.flush()
         except ValueError as error:
             self.failure = error
             return ""
         if text:
-            self.lengths[-2 if self._silent else -1] += len(text)
+            self.made[-2 if self._silent else -1] += text
+            # A token whose text was joined may have got more.
+            self._joined, self._joined_tokens = "", 0
         if self._stops is not None:
-            text, _ = self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
+            text, _ = self._stops.push(text, armed=len(self.made) > self._min_tokens)
             text += self._stops.flush()
-        self.pieces.append(text)
+            self._returned += len(text)
         return text
 
 

@@ -86,7 +86,7 @@ def finished(
         prompt_token_ids=(),
         token_ids=tuple(given),
         text=text,
-        text_ends=tuple(min(end, len(text)) for end in accumulate(stream.lengths)),
+        text_ends=tuple(min(end, len(text)) for end in accumulate(map(len, stream.made))),
         finish_reason="stop" if matched else "length",
         stop_reason=matched,
         seed=0,
@@ -160,7 +160,7 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     stream = TextStream(tokenizer)
     stream.take(ids[-2:])
     stream.take(ids[:1], silent=True)
-    assert (stream.flush(), stream.lengths) == (REPLACEMENT, [1, 1, 0])
+    assert (stream.flush(), [len(made) for made in stream.made]) == (REPLACEMENT, [1, 1, 0])
 
 
 @settings(max_examples=100, deadline=None)
@@ -207,8 +207,9 @@ def test_a_step_adds_a_piece_and_copies_nothing(engine: Engine) -> None:
     request = engine.submit(PROMPT, sampled(20))
     texts = [event.text for event in run(engine)]
     stream = request.job.stream
-    assert stream is not None and len(stream.pieces) >= len(request.token_ids)
-    assert [piece for piece in stream.pieces if piece] == [text for text in texts if text]
+    assert stream is not None and len(stream.made) == len(request.token_ids)
+    # The last event has what was still held back, which is that of the last token.
+    assert stream.made == texts
     assert request.text == "".join(texts) == request.result().text
 
 

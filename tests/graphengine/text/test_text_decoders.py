@@ -172,6 +172,41 @@ def test_the_library_streams_decoders_that_no_language_model_has(name: str, ids:
     assert streamed(tokenizer, ids) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("name", DECODERS | OTHERS)
+@settings(max_examples=25, deadline=None)
+@given(ids=IDS)
+@example(ids=ids_of("x", "<0xE2>", "<0x82>", "a", "<0xAC>", "a", "▁a", "a"))
+@example(ids=ids_of("x", "aa", "a", "b", "aa", "aa", "b", "  ", " ", "x"))
+def test_known_text_is_what_the_decoder_makes(name: str, ids: list[int]) -> None:
+    """Examples before this one have filled the table of known tokens."""
+    tokenizer = TOKENIZERS[name]
+    decoder, unknowing = IncrementalDecoder(tokenizer), IncrementalDecoder(tokenizer)
+    for index in ids:
+        try:
+            made = unknowing._decode(index, True)
+        except ValueError:
+            # As with suffixes, which the library's stream sees inside tokens.
+            with pytest.raises(ValueError, match="cannot be decoded"):
+                decoder.push(index)
+            return
+        assert decoder.push(index) == made
+
+
+def test_tokens_are_known_once_nothing_is_held_back() -> None:
+    for name, tokens, known in (
+        ("llama", ["x", "▁a", "<0x41>", "a", "b"], {"▁a": " a", "b": "b"}),
+        ("byte level", ["x", "ð", "ŁĻĤ", "Ġa"], {"x": "x", "Ġa": " a"}),
+        ("bytes, metaspace", ["▁a", "▁a"], {"▁a": " a"}),
+        ("fused, replaced", ["x", "b", "a", "b"], {"b": "b"}),
+        ("llama, stripped at the end", ["x", "b", "  ", "b"], {"b": "b"}),
+        ("words", ["x", "a"], {}),
+    ):
+        tokenizer = with_decoder((DECODERS | OTHERS | STRIPPED_AT_THE_END)[name])
+        streamed(tokenizer, ids_of(*tokens))
+        expected = {ids_of(token)[0]: text for token, text in known.items()}
+        assert tokenizer.known_text == {False: {}, True: expected}, name
+
+
 def test_text_that_a_later_token_changes_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"token \d+ \('a'\) cannot be decoded: Invalid prefix"):
         streamed(TOKENIZERS["suffixed"], ids_of("x</w>y", "a"))
