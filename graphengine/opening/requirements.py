@@ -87,10 +87,8 @@ def check_packing(
         if given:
             value = getattr(config, name)
             raise ValueError(f"{asked} is for engines without {name}={value!r:.99}")
-    latents = [state for state in paged_states(model.states) if not state.kv_heads]
     has = {
         "recurrent layers": recurrent_states(model.states),
-        "layers that keep latents": latents,
         "frames of codes": model.inner,
     }
     for what, there in has.items():

@@ -16,8 +16,12 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.plans import dot_columns
 
 _LANES = 16
+CHUNK_LANES = 64
+"""Lanes of a program for a chunk: a weight is read by a quarter of the programs."""
 # Columns of a weight that a program loads before it waits: all columns of a DeepSeek query.
 _COLUMNS = 128
+# Columns of a step for a chunk. Steps are pipelined, and two programs fit a multiprocessor.
+_CHUNK_COLUMNS = 64
 
 
 def head_product(
@@ -26,6 +30,7 @@ def head_product(
     slot_N: torch.Tensor,
     *,
     out: torch.Tensor,
+    block_lanes: int = _LANES,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Compute out[n, q] = x[n, q] @ weight[q] for each live lane.
@@ -36,21 +41,25 @@ def head_product(
         slot_N: int32, -1 = padded lane.
         out: [N, Q, M] in x's dtype, the last dimension dense, any stride on lanes and heads; may
             share no memory with x.
+        block_lanes: lanes of a program, a power of two from 16 on. It decides the instruction and
+            the columns of a step, and so the bits.
         pdl: the launch before, whatever it is, may still run.
 
     Returns:
-        `out`; sums in float32, rounded once. Padded lanes are not written. A lane's bits do not
-        depend on others.
+        `out`; sums in float32, rounded once. Padded lanes are not written. A lane's bits depend
+        neither on other lanes nor on N. ValueError for what does not fit.
     """
     lanes, heads, columns = _check(x_NQK, weight_QKM, out)
+    if block_lanes < _LANES or block_lanes & (block_lanes - 1):
+        raise ValueError(f"block_lanes={block_lanes} must be a power of two from {_LANES} on")
     check_lanes(lanes, slot_N=slot_N)
     if not use_triton(x_NQK):
         return head_product_reference(x_NQK, weight_QKM, slot_N, out=out)
     outputs = weight_QKM.shape[2]
     block_m = min(64, dot_columns(outputs))
-    launcher(
-        _head_product_kernel, (heads, triton.cdiv(outputs, block_m), triton.cdiv(lanes, _LANES))
-    )(
+    block_k = _COLUMNS if block_lanes == _LANES else _CHUNK_COLUMNS
+    grid = (heads, triton.cdiv(outputs, block_m), triton.cdiv(lanes, block_lanes))
+    launcher(_head_product_kernel, grid)(
         x_NQK,
         weight_QKM,
         slot_N,
@@ -61,8 +70,8 @@ def head_product(
         *out.stride()[:2],
         K=columns,
         M=outputs,
-        LANES=_LANES,
-        BLOCK_K=min(_COLUMNS, dot_columns(columns)),
+        LANES=block_lanes,
+        BLOCK_K=min(block_k, dot_columns(columns)),
         BLOCK_M=block_m,
         num_warps=4,
         **launch_options(pdl),

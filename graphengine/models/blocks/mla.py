@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels.attention.head_product import head_product
+from graphengine.kernels.attention.head_product import CHUNK_LANES, head_product
 from graphengine.kernels.attention.latent import (
     LATENT_TILE,
     check_latent_sizes,
@@ -40,7 +40,7 @@ from graphengine.models.blocks.streams import (
     tensors_of,
     whole_pieces,
 )
-from graphengine.models.launches import ChunkAttention, DecodeLaunch
+from graphengine.models.launches import ChunkAttention, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 from graphengine.models.weights import StoredLinear, Weight
@@ -338,7 +338,7 @@ class LatentAttentionWeights:
         )
         to_latents, to_values = self._of_heads()
         plain = q.view(len(q), heads, -1)[:, :, : block.plain_dim]
-        _chunk_head_product(plain, to_latents, out=absorbed[:, :, :rank])
+        _chunk_head_product(plain, to_latents, slot, scratch.launch, out=absorbed[:, :, :rank])
         attended = scratch.take(heads * rank, after=block.projected_width + heads * block.entry)
         attended = attended.view(-1, heads, rank)
         latent_attention(
@@ -353,7 +353,8 @@ class LatentAttentionWeights:
             pdl=pdl,
         )
         values = scratch.take(block.value_size)
-        _chunk_head_product(attended, to_values, out=values.view(-1, heads, block.value_dim))
+        out = values.view(-1, heads, block.value_dim)
+        _chunk_head_product(attended, to_values, slot, scratch.launch, out=out)
         return values
 
     def add_output(
@@ -383,7 +384,13 @@ class LatentAttentionWeights:
         )
 
 
-def _chunk_head_product(x_NQK: Tensor, weight_QKM: Tensor, *, out: Tensor) -> None:
-    """`head_product` of a chunk by the BLAS, padded lanes included."""
+def _chunk_head_product(
+    x_NQK: Tensor, weight_QKM: Tensor, slot_N: Tensor, launch: PrefillLaunch, *, out: Tensor
+) -> None:
+    """`head_product` of a chunk: by the BLAS, padded lanes included, if bits may depend on N."""
+    if launch.any_lanes:
+        block = CHUNK_LANES
+        head_product(x_NQK, weight_QKM, slot_N, out=out, block_lanes=block, pdl=launch.pdl)
+        return
     x_NQK, weight_QMK = whole_pieces(x_NQK, weight_QKM.transpose(1, 2))
     torch.bmm(x_NQK.transpose(0, 1), weight_QMK.transpose(1, 2), out=out.transpose(0, 1))

@@ -40,6 +40,23 @@ EXPERTS = {
     "Qwen3Moe": SIZES | {"moe_intermediate_size": 384, "num_experts": 8},
     "GptOss": SIZES | {"num_local_experts": 8, "sliding_window": 19},
 }
+LATENTS: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def packing(path: Path | None = None, **options: Any) -> Engine:
@@ -67,5 +84,15 @@ def test_the_demo_model(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", EXPERTS)
 def test_models_with_experts(family: str, quantize: str | None, tmp_path: Path) -> None:
     FamilyModel(lambda: make(family, **EXPERTS[family])).write(tmp_path, 0)
+    prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
+    assert_alike(lambda: packing(tmp_path, quantize=quantize), prompts, packed=3)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize(("family", "q_rank"), [("DeepseekV2", None), ("Glm4MoeLite", 256)])
+def test_models_with_latents(
+    family: str, q_rank: int | None, quantize: str | None, tmp_path: Path
+) -> None:
+    FamilyModel(lambda: make(family, **LATENTS, q_lora_rank=q_rank)).write(tmp_path, 0)
     prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
     assert_alike(lambda: packing(tmp_path, quantize=quantize), prompts, packed=3)

@@ -54,6 +54,7 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "packed prompts": ("llama-1b", {"prompts_per_prefill": 3}),
     "packed prompts of int8": ("tiny", {"prompts_per_prefill": 3, "quantize": "int8"}),
     "packed prompts of experts": ("tiny-moe", {"prompts_per_prefill": 3}),
+    "packed prompts of latents": ("Glm4MoeLiteForCausalLM", {"prompts_per_prefill": 3}),
     "packed prompts of n-grams": ("tiny", {"prompts_per_prefill": 3, "speculative": NGram(k=3)}),
     "packed prompts of GELUs": ("tiny-gemma", {"prompts_per_prefill": 3}),
     "several steps": (DEMO, {"steps_per_launch": 3}),
@@ -89,6 +90,30 @@ def test_every_launch_obeys_the_rules(name: str) -> None:
             for key, step in steps_of(*subject_of(name)).items()
         }
     assert found and not any(found.values()), found
+
+
+PACKED = [name for name in OPTIONS if name.startswith("packed prompts")]
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "__matmul__", "linear", "einsum"}
+"""Functions of torch by which a BLAS multiplies; its order of sums depends on the number of lanes.
+"""
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_prompts_leave_no_product_to_a_blas(name: str) -> None:
+    """A chunk has other lanes alone than with others; without packing a BLAS is free to choose."""
+    subject, options = subject_of(name)
+    with assumed(H200):
+        packed = torch_calls(subject, options)
+        alone = torch_calls(subject, {**options, "prompts_per_prefill": 1})
+    assert not packed & PRODUCTS
+    assert alone & PRODUCTS or "quantize" in options
+
+
+def torch_calls(subject: Subject, options: Mapping[str, Any]) -> set[str]:
+    """The functions of torch that the prefills of an engine call."""
+    steps = steps_of(subject, options)
+    found = (each for key in steps if key.kind == "prefill" for each in record(steps[key]))
+    return {each.name for each in found if isinstance(each, TorchCall)}
 
 
 # Planted faults.

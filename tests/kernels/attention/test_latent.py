@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from extent import examples
 from graphengine.kernels.attention import latent as attention
 from graphengine.kernels.attention import latent_decode
-from graphengine.kernels.attention.head_product import head_product, head_product_reference
+from graphengine.kernels.attention.head_product import (
+    CHUNK_LANES,
+    head_product,
+    head_product_reference,
+)
 from graphengine.kernels.attention.latent import (
     latent_append,
     latent_attention,
@@ -336,6 +340,7 @@ def test_absorbed_attention_is_attention() -> None:
     columns=st.sampled_from([7, 24, 130]),
     outputs=st.sampled_from([5, 48, 70]),
     transposed=st.booleans(),
+    block_lanes=st.sampled_from([16, CHUNK_LANES]),
 )
 def test_head_product_is_as_the_reference(
     device: str,
@@ -345,6 +350,7 @@ def test_head_product_is_as_the_reference(
     columns: int,
     outputs: int,
     transposed: bool,
+    block_lanes: int,
 ) -> None:
     generator = torch.Generator().manual_seed(lanes)
     x = torch.randn(lanes, heads, columns + 3, generator=generator)[:, :, :columns]
@@ -357,7 +363,8 @@ def test_head_product_is_as_the_reference(
         w = w.transpose(1, 2) if transposed else w
         outs = [torch.full((lanes, heads, outputs + 9), SENTINEL).to(device, dtype) for _ in "ab"]
         views = [out[:, :, 9:] for out in outs]
-        head_product(x.to(device, dtype), w, slot, out=views[0], pdl=True)
+        x_own = x.to(device, dtype)
+        head_product(x_own, w, slot, out=views[0], block_lanes=block_lanes, pdl=True)
         head_product_reference(x.to(device, dtype), w, slot, out=views[1])
         tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
         torch.testing.assert_close(*outs, rtol=tolerance, atol=tolerance)
@@ -365,20 +372,29 @@ def test_head_product_is_as_the_reference(
         assert bool((outs[0][slot < 0] == SENTINEL).all())
 
 
-def test_lanes_of_a_head_product_keep_their_bits(device: str) -> None:
+@pytest.mark.parametrize("block_lanes", [16, CHUNK_LANES])
+def test_lanes_of_a_head_product_keep_their_bits(device: str, block_lanes: int) -> None:
     """The first lanes without the others; on a GPU also each one alone, in another row."""
     x = torch.randn(37, 3, 24, generator=torch.Generator().manual_seed(0)).to(device)
     weight = torch.randn(3, 24, 33, generator=torch.Generator().manual_seed(1)).to(device)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         slot = torch.zeros(len(x), dtype=torch.int32, device=device)
-        return head_product(x, weight, slot, out=x.new_empty(len(x), 3, 33))
+        out = x.new_empty(len(x), 3, 33)
+        return head_product(x, weight, slot, out=out, block_lanes=block_lanes)
 
     whole = run(x)
     for count in (1, 5, 16, 17):
         assert torch.equal(run(x[:count]), whole[:count]), f"{count=}"
     if device == "cuda":
         assert torch.equal(torch.cat([run(lane[None]) for lane in x]), whole)
+
+
+@pytest.mark.parametrize("block_lanes", [8, 24])
+def test_blocks_of_other_lanes_are_refused(block_lanes: int) -> None:
+    slot, out = torch.zeros(2, dtype=torch.int32), torch.empty(2, 3, 5)
+    with pytest.raises(ValueError, match=f"block_lanes={block_lanes} must be a power of two from"):
+        head_product(out, torch.empty(3, 5, 5), slot, out=out.clone(), block_lanes=block_lanes)
 
 
 def test_workspace_holds_every_part() -> None:
@@ -443,7 +459,9 @@ def indices(*shape: int) -> torch.Tensor:
 
 
 def launches() -> dict[str, Op]:
-    """The launches of DeepSeek-V2-Lite's decode step, and attention of V3's many heads."""
+    """The launches of DeepSeek-V2-Lite's decode step, attention of V3's many heads, and a product
+    of prompts that are packed.
+    """
     lanes, rank, entry = 4, 512, 576
     at = (indices(4, 8), indices(lanes), indices(lanes))
     kv, pdl = meta(9, 1, 16, entry), {"pdl": True}
@@ -465,10 +483,13 @@ def launches() -> dict[str, Op]:
         norm = meta(rank)
         latent_append(q, latent, norm, *tables, kv, *at, num_heads=16, eps=EPS, out=out, **pdl)
 
-    def multiply(weight: torch.Tensor) -> None:
+    def multiply(weight: torch.Tensor, **options: int) -> None:
         heads, columns, outputs = weight.shape
         x, out = meta(lanes, heads, columns), meta(lanes, heads, outputs)
-        head_product(x, weight, at[1], out=out, **pdl)
+        head_product(x, weight, at[1], out=out, **pdl, **options)
+
+    def multiply_chunk() -> None:
+        multiply(meta(16, rank, 128), block_lanes=CHUNK_LANES)
 
     split: list[Op] = []
     with launches_handed_to(split.append, latent_decode):
@@ -477,6 +498,7 @@ def launches() -> dict[str, Op]:
         "append": record_launch(attention, append),
         "attend with 128 heads": record_launch(attention, lambda: attend(128)),
         "to latents": record_launch(product, lambda: multiply(meta(16, 128, rank))),
+        "chunk to values": record_launch(product, multiply_chunk),
         "split": split[0],
         "merge": split[1],
     }
@@ -484,6 +506,7 @@ def launches() -> dict[str, Op]:
 
 EARLY = {
     "to latents": {"weight_ptr"},
+    "chunk to values": {"weight_ptr"},
     "split": {"slot_ptr", "position_ptr", "block_table_ptr", "kv_ptr"},
     "merge": {"slot_ptr", "position_ptr", "weight_ptr"},
 }

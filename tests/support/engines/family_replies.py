@@ -21,9 +21,7 @@ from launches.rounding_bounds import assert_best, in_float64, room_of
 MAX_SEQ_LEN = 400
 BLOCK = 8
 
-REFUSED_PACKING = re.compile(
-    "has (recurrent layers|layers that keep latents), and feeds one prompt"
-)
+REFUSED_PACKING = re.compile("has recurrent layers, and feeds one prompt")
 
 Wanted = Callable[[Result], torch.Tensor]
 """transformers' logits for each token of a reply, float64 [n, V]."""
