@@ -13,32 +13,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from launches.compilation import Op, compile_launch
+from launches.ptx_text import (
+    BITS,
+    Array,
+    Instruction,
+    declared_registers,
+    integer_types,
+    literal,
+    names_in,
+    parse,
+    place_of,
+    register_type,
+)
 
-Array = np.ndarray[Any, Any]
 _SHARED = 1 << 18
 _GAP = 256
-_TYPES = {"%p": np.bool_, "%rs": np.uint16, "%rd": np.uint64, "%r": np.uint32}
-_BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-
-
-class _Instruction(NamedTuple):
-    guard: str
-    opcode: str
-    operands: list[str]
 
 
 def run_launch(launch: Op, *, late: bool = True) -> None:
     """Run a launch whose tensors are on the CPU; it writes them."""
     ptx, names = compile_launch(launch)
     memory = _Memory(launch)
-    program = _parse(ptx)
-    registers = _declared(ptx)
+    program = parse(ptx)
+    registers = declared_registers(ptx)
     values = [memory.parameter(launch, name) for name in _parameters(launch, names)]
     grid = (*launch.grid, 1, 1)[:3]
     threads = 32 * launch.options.get("num_warps", 4)
@@ -123,37 +126,13 @@ def _storage(tensor: torch.Tensor) -> Array:
     return flat.view(torch.uint8).numpy() if size else np.zeros(0, np.uint8)
 
 
-def _parse(ptx: str) -> tuple[list[_Instruction], dict[str, int]]:
-    program: list[_Instruction] = []
-    labels: dict[str, int] = {}
-    body = ptx[ptx.index("{", ptx.index(".entry")) + 1 :].split("\t.section")[0]
-    for line in body.splitlines():
-        line = re.sub(r"//.*", "", line).strip()
-        if line.endswith(":"):
-            labels[line[:-1]] = len(program)
-            continue
-        match = re.match(r"(?:\{\s*)?(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*?);\s*\}?$", line)
-        if match:
-            operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,|]+", match[3])
-            program.append(_Instruction(match[1] or "", match[2], operands))
-    return program, labels
-
-
-def _declared(ptx: str) -> dict[str, Any]:
-    """Types of the registers that inline assembly names."""
-    found = {}
-    for bits, names in re.findall(r"\.reg \.b(\d+)\s+((?:\w+)(?:\s*,\s*\w+)*);", ptx):
-        found |= {name.strip(): _BITS[int(bits)] for name in names.split(",")}
-    return found
-
-
 def _f32(bits: Array) -> Array:
-    return bits.astype(np.uint32).view(np.float32)
+    return bits.astype(np.uint32, copy=False).view(np.float32)
 
 
 def _halves(bits: Array, kind: str) -> tuple[Array, Array]:
     """The lower and upper halves of words as float64."""
-    bits = bits.astype(np.uint32)
+    bits = bits.astype(np.uint32, copy=False)
     return tuple(  # type: ignore[return-value]
         _half(part.astype(np.uint16), kind) for part in (bits & 0xFFFF, bits >> 16)
     )
@@ -177,11 +156,11 @@ def _pair(low: Array, high: Array, kind: str) -> Array:
 
 
 class _Program:
-    """One block of threads."""
+    """One block of threads. Arrays of registers are replaced, and never written to."""
 
     def __init__(
         self,
-        program: tuple[list[_Instruction], dict[str, int]],
+        program: tuple[list[Instruction], dict[str, int]],
         declared: dict[str, Any],
         parameters: list[Array],
         special: dict[str, tuple[int, ...]],
@@ -200,17 +179,22 @@ class _Program:
         self.groups: list[list[Callable[[], None]]] = []
 
     def run(self) -> None:
-        end = len(self.program)
+        end, everyone = len(self.program), np.ones(self.threads, np.bool_)
         while True:
-            alive = self.pc < end
-            if not alive.any():
-                return
-            ready = alive & ~self.waiting
-            if not ready.any():
-                self.waiting[:] = False
-                continue
-            pc = int(self.pc[ready].min())
-            active = ready & (self.pc == pc)
+            pc = int(self.pc[0])
+            if pc < end and not self.waiting.any() and (self.pc == pc).all():
+                # The usual case; what follows holds for it, too, but takes its time.
+                active = everyone
+            else:
+                alive = self.pc < end
+                if not alive.any():
+                    return
+                ready = alive & ~self.waiting
+                if not ready.any():
+                    self.waiting[:] = False
+                    continue
+                pc = int(self.pc[ready].min())
+                active = ready & (self.pc == pc)
             self.pc[active] = pc + 1
             instruction = self.program[pc]
             if instruction.guard:
@@ -219,10 +203,9 @@ class _Program:
             if active.any():
                 self.step(instruction, active)
 
-    def step(self, instruction: _Instruction, active: Array) -> None:
-        name, *rest = instruction.opcode.split(".")
-        ops = instruction.operands
-        if instruction.opcode == "bra" or name == "bra":
+    def step(self, instruction: Instruction, active: Array) -> None:
+        name, ops = instruction.name, instruction.operands
+        if name == "bra":
             self.pc[active] = self.labels[ops[-1]]
         elif name == "ret":
             self.pc[active] = len(self.program)
@@ -231,14 +214,12 @@ class _Program:
         elif name in ("griddepcontrol", "pragma", "createpolicy"):
             pass
         else:
-            getattr(self, f"do_{name}")(rest, ops, active)
+            getattr(self, f"do_{name}")(instruction.rest, ops, active)
 
     # Operands.
 
     def type_of(self, name: str) -> Any:
-        if name in self.declared:
-            return self.declared[name]
-        return _TYPES[re.match(r"%[a-z]+", name)[0]]  # type: ignore[index]
+        return self.declared[name] if name in self.declared else register_type(name)
 
     def read(self, text: str) -> Array:
         n = self.threads
@@ -251,39 +232,34 @@ class _Program:
             return np.full(n, self.special[place]["xyz".index(axis)], np.uint32)
         if text == "global_smem":
             return np.zeros(n, np.uint32)
-        if text.startswith("0f"):
-            return np.full(n, int(text[2:], 16), np.uint32)
-        return np.full(n, int(text.removesuffix("U"), 0) & 0xFFFFFFFFFFFFFFFF, np.uint64)
+        return literal(text, n)
 
     def write(self, name: str, value: Array, active: Array) -> None:
         if name == "_":
             return
         kind = self.type_of(name)
-        before = self.registers.get(name)
-        if before is None:
-            before = np.zeros(self.threads, kind)
-        self.registers[name] = np.where(active, value.astype(kind), before)
+        value = value.astype(kind, copy=False)
+        if not active.all():
+            before = self.registers.get(name)
+            value = np.where(active, value, np.zeros_like(value) if before is None else before)
+        self.registers[name] = value
 
     def integers(self, kind: str, text: str) -> Array:
         """An operand as an integer of a type such as s32."""
-        bits = int(re.search(r"\d+", kind)[0])  # type: ignore[index]
-        value = self.read(text).astype(_BITS[bits])
-        return value.view(f"i{bits // 8}") if kind[0] == "s" else value
-
-    @staticmethod
-    def _list(text: str) -> list[str]:
-        return re.findall(r"[%\w]+", text)
+        unsigned, signed = integer_types(kind)
+        value = self.read(text).astype(unsigned, copy=False)
+        return value if signed is None else value.view(signed)
 
     # Arithmetic.
 
     def do_mov(self, rest: list[str], ops: list[str], active: Array) -> None:
         if ops[0].startswith("{"):
-            parts, whole = self._list(ops[0]), self.read(ops[1]).astype(np.uint64)
+            parts, whole = names_in(ops[0]), self.read(ops[1]).astype(np.uint64)
             width = int(rest[0][1:]) // len(parts)
             for index, part in enumerate(parts):
                 self.write(part, whole >> np.uint64(width * index), active)
         elif ops[1].startswith("{"):
-            parts = self._list(ops[1])
+            parts = names_in(ops[1])
             width = int(rest[0][1:]) // len(parts)
             whole = np.zeros(self.threads, np.uint64)
             for index, part in enumerate(parts):
@@ -472,16 +448,15 @@ class _Program:
             values = _f32(self.read(ops[1])) if source == "f32" else self.integers(source, ops[1])
             result = _to_half(values.astype(np.float32), to)
         else:
-            result = self.integers(source, ops[1]).astype(_BITS[int(to[1:])])
+            result = self.integers(source, ops[1]).astype(BITS[int(to[1:])])
         self.write(ops[0], result, active)
 
     # Memory.
 
     def _address(self, text: str) -> Array:
-        match = re.match(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
-        assert match, text
-        base = self.read(match[1])
-        address = base.astype(np.int64) + int(match[2] or 0)
+        register, offset = place_of(text)
+        base = self.read(register)
+        address = base.astype(np.int64) + offset
         if base.dtype == np.uint32:
             # Sums of 32 bits wrap around, as those in registers do.
             address &= 0xFFFFFFFF
@@ -498,18 +473,15 @@ class _Program:
             value = self.parameters[index]
             self.write(ops[0], np.full(self.threads, value), active)
             return
-        targets = self._list(ops[0])
-        address = self._address(ops[1])
-        where = address[active]
+        targets = names_in(ops[0])
+        where = self._address(ops[1])[active]
         memory = self._memory(rest, where, size * len(targets), "load")
+        words, first = memory.view(BITS[8 * size]), where // np.uint64(size)
         for index, target in enumerate(targets):
-            found = np.zeros(self.threads, np.uint64)
-            at = where + np.uint64(size * index)
-            for byte in range(size):
-                part = memory[at + np.uint64(byte)].astype(np.uint64)
-                found[active] |= part << np.uint64(8 * byte)
+            found = np.zeros(self.threads, words.dtype)
+            found[active] = words[first + np.uint64(index)]
             if kind[0] == "s":
-                found = found.astype(_BITS[8 * size]).view(f"i{size}").astype(np.int64)
+                found = found.view(f"i{size}").astype(np.int64)
             self.write(target, found, active)
 
     def _memory(self, rest: list[str], where: Array, size: int, what: str) -> Array:
@@ -521,14 +493,12 @@ class _Program:
 
     def do_st(self, rest: list[str], ops: list[str], active: Array) -> None:
         _, size = self._width(rest)
-        sources = self._list(ops[1])
+        sources = names_in(ops[1])
         where = self._address(ops[0])[active]
         memory = self._memory(rest, where, size * len(sources), "store")
+        words, first = memory.view(BITS[8 * size]), where // np.uint64(size)
         for index, source in enumerate(sources):
-            value = self.read(source).astype(np.uint64)[active]
-            for byte in range(size):
-                at = where + np.uint64(size * index + byte)
-                memory[at] = (value >> np.uint64(8 * byte)).astype(np.uint8)
+            words[first + np.uint64(index)] = self.read(source).astype(words.dtype)[active]
 
     def do_cp(self, rest: list[str], ops: list[str], active: Array) -> None:
         if rest[1] == "commit_group":
@@ -547,11 +517,11 @@ class _Program:
             whole = asked[active] == size
             assert (whole | (asked[active] == 0)).all()
             self.memory.check(source[whole], size, "copy")
+            byte = np.arange(size, dtype=np.uint64)
 
             def copy() -> None:
-                for byte in range(size):
-                    at = np.where(whole, source + np.uint64(byte), np.uint64(0))
-                    self.shared[to + np.uint64(byte)] = self.memory.bytes[at] * whole
+                at = np.where(whole, source, np.uint64(0))[:, None] + byte
+                self.shared[to[:, None] + byte] = self.memory.bytes[at] * whole[:, None]
 
             if self.late:
                 self.open.append(copy)
@@ -598,7 +568,7 @@ class _Program:
         self.write(ops[0], np.bitwise_count(self.read(ops[1]).astype(np.uint32)), active)
 
     def do_ldmatrix(self, rest: list[str], ops: list[str], active: Array) -> None:
-        targets = self._list(ops[0])
+        targets = names_in(ops[0])
         address = self._address(ops[1]).reshape(-1, 32).astype(np.int64)
         lane = np.arange(32)
         for index, target in enumerate(targets):
@@ -616,7 +586,7 @@ class _Program:
         address = self._address(ops[0]).astype(np.int64)
         for warp in np.unique(np.flatnonzero(active) // 32):
             own = slice(32 * warp, 32 * warp + 32)
-            for index, name in enumerate(self._list(ops[1])):
+            for index, name in enumerate(names_in(ops[1])):
                 rows = address[own][8 * index : 8 * index + 8]
                 word = self.read(name).astype(np.uint32)[own]
                 for half in (0, 1):
@@ -630,7 +600,7 @@ class _Program:
     def do_mma(self, rest: list[str], ops: list[str], active: Array) -> None:
         assert active.all() and rest[2] == "m16n8k16", rest
         kind = rest[-2]
-        d, a, b, c = (self._list(op) for op in ops)
+        d, a, b, c = (names_in(op) for op in ops)
         warps, lane = self.threads // 32, np.arange(32)
         row, pair = lane // 4, 2 * (lane % 4)
         left, right = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from launches import emulation
 from launches.compilation import Op, compile_launch
-from launches.emulation import Array
+from launches.ptx_text import Array, declared_registers, names_in, parse
 
 # Above all addresses: what a register holds of a parameter that is a descriptor.
 _DESCRIPTORS = 0xFF000000
@@ -39,8 +39,8 @@ def run_launch(launch: Op, *, late: bool = True) -> None:
     }
     memory = emulation._Memory(replace(launch, arguments=plain))
     ptx, tables = _prepared(ptx)
-    program = emulation._parse(ptx)
-    registers = emulation._declared(ptx)
+    program = parse(ptx)
+    registers = declared_registers(ptx)
     values, descriptors = _parameters(launch, names, memory)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
     grid = (*launch.grid, 1, 1)[:3]
@@ -142,7 +142,7 @@ class _Product(NamedTuple):
     """A `wgmma` begun by the threads `group`; `left` is a descriptor, or was in registers."""
 
     group: Array
-    sums: list[str]
+    sums: tuple[str, ...]
     left: Array | int
     descriptor: int
     kind: str
@@ -213,8 +213,7 @@ class _Block(emulation._Program):
                     del self.blocked[thread]
 
     def step(self, instruction: Any, active: Array) -> None:
-        name = instruction.opcode.split(".")[0]
-        ops = instruction.operands
+        name, ops = instruction.name, instruction.operands
         if name in ("bar", "barrier"):
             if ".warp." not in instruction.opcode:
                 wanted = int(ops[1]) if len(ops) > 1 else self.threads
@@ -235,7 +234,7 @@ class _Block(emulation._Program):
             self.blocked[int(thread)] = reason
 
     def read(self, text: str) -> Array:
-        parameter = re.search(r"_param_(\d+)$", text)
+        parameter = "_param_" in text and re.search(r"_param_(\d+)$", text)
         if parameter:
             return np.full(self.threads, self.parameters[int(parameter[1])])
         # Some literals say that they are unsigned.
@@ -287,7 +286,7 @@ class _Block(emulation._Program):
                 self._store(ops, int(thread))
             return
         (thread,) = np.flatnonzero(active)
-        pointer, *axes = self._list(ops[1])
+        pointer, *axes = names_in(ops[1])
         descriptor = self.descriptors[int(self.read(pointer)[thread])]
         start = [int(self.read(axis)[thread].astype(np.int32)) for axis in reversed(axes)]
         to, at = (int(self._address(ops[index])[thread]) for index in (0, 2))
@@ -305,7 +304,7 @@ class _Block(emulation._Program):
             copy()
 
     def _store(self, ops: list[str], thread: int) -> None:
-        pointer, *axes = self._list(ops[0])
+        pointer, *axes = names_in(ops[0])
         descriptor = self.descriptors[int(self.read(pointer)[thread])]
         start = [int(self.read(axis)[thread].astype(np.int32)) for axis in reversed(axes)]
         source = int(self._address(ops[1])[thread])
@@ -353,10 +352,10 @@ class _Block(emulation._Program):
         if in_memory:
             left = int(self.read(ops[1])[own][0])
         else:
-            left = self._in_registers(self._list(ops[1]), kind, own)
+            left = self._in_registers(names_in(ops[1]), kind, own)
         product = _Product(
             own,
-            self._list(ops[0]),
+            names_in(ops[0]),
             left,
             int(self.read(ops[2])[own][0]),
             kind,
@@ -367,7 +366,7 @@ class _Block(emulation._Program):
         else:
             self._multiply(product)
 
-    def _in_registers(self, names: list[str], kind: str, own: Array) -> Array:
+    def _in_registers(self, names: tuple[str, ...], kind: str, own: Array) -> Array:
         """A left operand of 64 rows that a warp group has in registers."""
         count = 4 // _SIZES[kind]
         left, lane = np.zeros((4, 16, 8 * count)), np.arange(32)

@@ -17,8 +17,8 @@ import numpy as np
 
 from launches import emulation
 from launches.compilation import Op, compile_launch
-from launches.emulation import Array
 from launches.hopper_emulation import _Block
+from launches.ptx_text import Array, names_in, parse
 
 _SLICE = 200
 _KINDS = {"pred": "%p", "b32": "%r", "f32": "%r", "b64": "%rd"}
@@ -33,7 +33,7 @@ def run_launch(launch: Op, *, seed: int = 0, most: int = 1_000_000) -> None:
     constants = [each.name for each in launch.kernel.params if each.is_constexpr]
     launch = replace(launch, arguments={**launch.arguments, **dict.fromkeys(constants)})
     memory = emulation._Memory(launch)
-    program = emulation._parse(_plain(ptx))
+    program = parse(_plain(ptx))
     values = [memory.parameter(launch, name) for name in emulation._parameters(launch, names)]
     threads = 32 * launch.options["num_warps"]
     random = np.random.default_rng(seed)
@@ -154,7 +154,7 @@ class _Program(_Block):
             super().step(instruction, active)
 
     def read(self, text: str) -> Array:
-        if re.fullmatch(r"%(p|rs|r|rd)\d+", text) and text not in self.registers:
+        if text not in self.registers and re.fullmatch(r"%(p|rs|r|rd)\d+", text):
             # What a register holds that nobody has written.
             kind = self.type_of(text)
             return np.full(self.threads, kind(True) if kind is np.bool_ else np.iinfo(kind).max)
@@ -174,7 +174,7 @@ class _Program(_Block):
             self.write(ops[0], found, active)
 
     def do_mma(self, rest: list[str], ops: list[str], active: Array) -> None:
-        targets = self._list(ops[0])
+        targets = names_in(ops[0])
         before = {name: self.registers.get(name) for name in targets}
         super().do_mma(rest, ops, np.ones_like(active))
         for name, old in before.items():
