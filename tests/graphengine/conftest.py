@@ -42,6 +42,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from checkpoints.few_layers import few_layers
 from checkpoints.hybrids import MODELS as HYBRIDS
 from checkpoints.random_models import MODELS as RANDOM_MODELS
 from engines.small_engine import open_engine
@@ -603,8 +604,8 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def chat_checkpoint(edited: Callable[..., Path]) -> Path:
-    """The demo model with another chat template, which names the roles."""
-    return edited(checkpoint_path(), tokenizer_config={"chat_template": CHAT_TEMPLATE})
+    """A few of the demo's layers with another chat template, which names the roles."""
+    return edited(few_layers(), tokenizer_config={"chat_template": CHAT_TEMPLATE})
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from checkpoints.few_layers import few_layers
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.cli.main import COMMANDS_ABOVE, main
 from graphengine.cli.option_files import PAGE_TABLES
@@ -50,13 +51,15 @@ SUMMARY_KEYS = {
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`cli("info", "--json")` -> (exit status, stdout, stderr); a small engine on the CPU.
 
-    Text is greedy unless the arguments have another temperature.
+    Text is greedy unless the arguments have another temperature, and that of a few of the demo's
+    layers unless they name a checkpoint.
     """
 
     def call(command: str, *arguments: str, device: str = "cpu") -> tuple[int, str, str]:
         capsys.readouterr()
-        greedy = ("--temperature", "0") if command in ("generate", "chat") else ()
-        status = main([command, "--device", device, *SMALL, *greedy, *arguments])
+        small = ("--temperature", "0", "--checkpoint", str(few_layers()))
+        options = (*SMALL, *small) if command in ("generate", "chat") else SMALL
+        status = main([command, "--device", device, *options, *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -69,7 +72,7 @@ Cli = Callable[..., tuple[int, str, str]]
 def greedy_text(prompt: Any, path: Path | None = None, max_tokens: int = 12) -> str:
     """What an engine of the same options makes of `prompt`."""
     options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "max_seq_len": 96}
-    with Engine.from_pretrained(path or checkpoint_path(), **options) as engine:
+    with Engine.from_pretrained(path or few_layers(), **options) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         text: str = engine.generate(prompt, params).text
         return text
@@ -119,7 +122,7 @@ def test_generate_shows_text_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> Non
     terminal = Pieces()
     monkeypatch.setattr(sys, "stdout", terminal)
     arguments = ["--prompt", PROMPT, "--max-tokens", "12", "--device", "cpu", *SMALL]
-    arguments += ["--temperature", "0"]
+    arguments += ["--temperature", "0", "--checkpoint", str(few_layers())]
     assert main(["generate", *arguments]) == 0
     text = greedy_text(PROMPT)
     partial = {shown for shown in terminal.shown if shown and text.startswith(shown)}
@@ -197,10 +200,11 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
     hot = run("--temperature", "1.5", "--seed", "3")
     assert hot["seed"] == 3 and hot["token_ids"] != greedy["token_ids"]
     assert run("--temperature", "1.5", "--seed", "3")["token_ids"] == hot["token_ids"]
-    again = ("--temperature", "1.5", "--seed", str(run("--temperature", "1.5")["seed"]))
+    drawn = run("--temperature", "1.5")
+    again = ("--temperature", "1.5", "--seed", str(drawn["seed"]))
     assert run(*again)["token_ids"] == run("--temperature", "1.5")["token_ids"]
     other = run("--temperature", "1.5", "--engine-seed", "1")
-    assert other["seed"] != run("--temperature", "1.5")["seed"]
+    assert other["seed"] != drawn["seed"]
     assert run("--temperature", "1.5", "--top-k", "1")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--top-p", "1e-6")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--min-p", "1")["token_ids"] == greedy["token_ids"]
@@ -222,9 +226,11 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
 
 
 def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
+    # A few of its layers say no words.
+    demo = ("generate", "--checkpoint", "demo", "--prompt", PROMPT)
+
     def run(*options: str) -> dict[str, Any]:
-        status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "20", "--json",
-                             "--ignore-eos", *options)  # fmt: skip
+        status, out, _ = cli(*demo, "--max-tokens", "20", "--json", "--ignore-eos", *options)
         assert status == 0
         document: dict[str, Any] = json.loads(out)
         return document
@@ -242,7 +248,7 @@ def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
     assert found["token_ids"] == said
     assert [entries[0]["token_id"] for entries in found["logprobs"]] == said
     assert all(len(entries) in (2, 3) for entries in found["logprobs"])
-    status, out, err = cli("generate", "--prompt", PROMPT, "--max-tokens", "3", "--logprobs", "1")
+    status, out, err = cli(*demo, "--max-tokens", "3", "--logprobs", "1")
     lines = [line for line in err.splitlines() if " rank " in line]
     assert (
         status == 0 and " rank " not in out and [int(line.split()[0]) for line in lines] == said[:3]
@@ -857,7 +863,7 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document.keys() == SUMMARY_KEYS | RESULT_KEYS
-    assert document["text"] == greedy_text(PROMPT)
+    assert document["text"] == greedy_text(PROMPT, checkpoint_path()), "the demo is the default"
     assert "KV cache" in done.stderr and "decode/2/full" in done.stderr
 
 
