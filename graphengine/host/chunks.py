@@ -57,7 +57,8 @@ class Chunks:
         """The chunks of the next replay, whose tokens then count as fed; () without any.
 
         A prompt may share blocks that an older one fills in the same replay: each layer writes all
-        chunks' keys and values before any chunk reads them.
+        chunks' keys and values before any chunk reads them. Recurrent states are copied from slot
+        to slot between replays: a prompt that begins with an older one's waits for the next.
         """
         chunks: list[PrefillChunk] = []
         fed, most = 0, self._largest
@@ -81,8 +82,8 @@ class Chunks:
         without it. A chunk that is only noted fits none.
         """
         placement = request.job.placed
-        if not placement.begun:
-            self._look_again(request)
+        if not placement.begun and not self._look_again(request):
+            return False
         if placement.noted < request.cached_tokens:
             return False
         start = placement.prefilled
@@ -105,13 +106,19 @@ class Chunks:
         count = cut.end(start, stop, whole) - start
         return PrefillChunk(request=request, start=start, count=count, noted=noted)
 
-    def _look_again(self, request: Request) -> None:
-        """Share the prompt's blocks that others have prefilled since the request was admitted."""
+    def _look_again(self, request: Request) -> bool:
+        """Share the prompt's blocks that others have prefilled since the request was admitted.
+
+        False, and nothing is shared, if the recurrent states after them are only computed by the
+        replay that is being filled.
+        """
         placement, reuse = request.job.placed, self._reuse
         if not (reuse.prefixes or request.job.shared) or placement.indexed:
-            return
+            return True
         reused = reuse.begin_with(request)
         if reused.tokens > request.cached_tokens:
+            if reused.state is not None and reuse.states.is_awaited(reused.state):
+                return False
             have = request.cached_tokens // self._block_size
             more = reused.blocks[have:]
             self._pool.use(more)
@@ -124,6 +131,7 @@ class Chunks:
             placement.prefilled = reused.tokens
             reuse.begin(request, reused)
             self.tables_changed = True
+        return True
 
     def is_noted(self, job: Job) -> bool:
         """Whether the prompt tokens that a request skips must be noted on the device."""

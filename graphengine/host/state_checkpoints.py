@@ -84,6 +84,10 @@ class StateCheckpoints:
         """All state checkpoints, least recently used first."""
         return tuple(self._held)
 
+    def is_awaited(self, state: StateCheckpoint) -> bool:
+        """Whether the next replays compute the state, and so nothing can be copied from it yet."""
+        return any(isinstance(copy, StateCopy) and copy.place == state.place for copy in self.after)
+
     # Requests.
 
     def newest(self, context: Context | None, tokens: int) -> StateCheckpoint | None:

@@ -357,10 +357,12 @@ class Composition(ABC):
         """Values per lane in `PrefillScratch` where nothing is fused."""
         return max(block.prefill_width for block in blocks_of(self))
 
-    def scan_bytes(self, lanes: int) -> int:
-        """Most bytes that a layer's kernels pass to each other in a chunk of this many lanes."""
+    def scan_bytes(self, lanes: int, prompts: int | None = None) -> int:
+        """Most bytes that a layer's kernels pass to each other in a chunk of this many lanes, or in
+        the chunks of `prompts` prompts with these lanes together.
+        """
         scans = [each for each in blocks_of(self) if isinstance(each, Mamba2 | GatedDelta)]
-        return max((each.scan_bytes(lanes) for each in scans), default=0)
+        return max((each.scan_bytes(lanes, prompts) for each in scans), default=0)
 
 
 def named_layers(config: Composition) -> list[tuple[str, Layer]]:

@@ -219,8 +219,10 @@ class ModelConfig(Protocol):
         """Most values per lane that prefill keeps besides the stream and the normed stream."""
         ...
 
-    def scan_bytes(self, lanes: int) -> int:
-        """Bytes that a recurrent layer's kernels pass to each other, in a chunk of `lanes`."""
+    def scan_bytes(self, lanes: int, prompts: int | None = None) -> int:
+        """Bytes that a recurrent layer's kernels pass to each other, in a chunk of `lanes`, or in
+        the chunks of `prompts` prompts with these lanes together.
+        """
         ...
 
     def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:

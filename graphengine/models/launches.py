@@ -23,6 +23,7 @@ from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
+from graphengine.kernels.step.state import PrefillLanes
 from graphengine.models.adapters.table import LaneAdapters
 from graphengine.models.linears import (
     LinearPlans,
@@ -196,6 +197,10 @@ class PrefillLaunch(Launch):
     deepstack: tuple[GivenRows, ...] = ()
     adapters: LaneAdapters | None = None
     any_lanes: bool = False
+
+    def chunk_starts(self, lanes: PrefillLanes) -> Tensor | None:
+        """int32 [P + 1]: where the chunks begin that may be of several prompts; None: it is one."""
+        return lanes.query_start if self.any_lanes else None
 
 
 ONE_RANK = PrefillLaunch()

@@ -87,13 +87,9 @@ def check_packing(
         if given:
             value = getattr(config, name)
             raise ValueError(f"{asked} is for engines without {name}={value!r:.99}")
-    has = {
-        "recurrent layers": recurrent_states(model.states),
-        "frames of codes": model.inner,
-    }
-    for what, there in has.items():
-        if there:
-            raise ValueError(f"{asked}: a {model.architecture} has {what}, and feeds one prompt")
+    if model.inner:
+        has = "has frames of codes, and feeds one prompt"
+        raise ValueError(f"{asked}: a {model.architecture} {has}")
     gpu = device_of(device)
     if gpu is None:
         return

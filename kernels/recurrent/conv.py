@@ -6,7 +6,7 @@ A ring keeps x of a sequence's newest tokens, by position. A token's sum is comp
 chunk's own inputs, and at the chunk's beginning from the ring, always in the same order: a token's
 bits do not depend on how a prompt is cut. In decode the kernels of the states do the convolution.
 
-Letters: T lanes of a chunk, S slots, E entries of a slot, C channels, D taps.
+Letters: T lanes of a launch, P chunks, S slots, E entries of a slot, C channels, D taps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.norm_rope.activation import silu_reference
 from graphengine.kernels.recurrent.conv_reference import causal_conv_reference
 from graphengine.kernels.recurrent.conv_triton import conv_chunk_kernel
+from graphengine.kernels.recurrent.pieces import check_chunks, chunks_of, tile_count
 
 MAX_TAPS = 8
 """Most inputs of a sum, which is unrolled; fewer than the lanes of a program."""
@@ -39,11 +40,12 @@ def causal_conv_chunk(
     slot_T: torch.Tensor,
     position_T: torch.Tensor,
     *,
+    query_start_P1: torch.Tensor | None = None,
     activation: Literal["silu"] | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Convolve one slot's chunk, and add its newest inputs to the ring, in place.
+    """Convolve the chunk of a slot, or of several, and add its newest inputs to the ring, in place.
 
     Args:
         x_TC: rows dense, any stride between them.
@@ -52,7 +54,10 @@ def causal_conv_chunk(
             the D - 1 tokens before the chunk are read (zeros before position 0), and those of its
             newest D - 1 tokens written, or of all its tokens if they are fewer. E is at least
             D - 1.
-        slot_T, position_T: int32. Live lanes come first, at consecutive positions; -1 = padded.
+        slot_T, position_T: int32; -1 = padded.
+        query_start_P1: int32 [P + 1], on the device: lanes query_start[p] .. query_start[p + 1] - 1
+            are a chunk of a slot of its own, all live, at consecutive positions. Lanes past the
+            last chunk are padded. None: live lanes come first, and are one slot's chunk.
         out: `[T, C]` in x's dtype, dense rows; not x.
         pdl: the launch before may still run; it writes neither weight nor bias.
 
@@ -64,11 +69,14 @@ def causal_conv_chunk(
     lanes, channels = x_TC.shape
     check_conv(weight_CD, bias_C, ring_SEC, channels, x_TC.dtype)
     check_lanes(lanes, slot_T=slot_T, position_T=position_T)
+    check_chunks(query_start_P1)
     out = output_rows(out, (lanes, channels), dtype=x_TC.dtype, like=x_TC)
     if not use_triton(x_TC):
-        live = live_lanes(slot_T)
-        y = causal_conv_reference(x_TC[live], weight_CD, bias_C, ring_SEC, slot_T, position_T)
-        out[live] = (y if activation is None else silu_reference(y)).to(out.dtype)
+        for chunk in chunks_of(query_start_P1):
+            slot, live = slot_T[chunk], live_lanes(slot_T[chunk])
+            x, position = x_TC[chunk][live], position_T[chunk]
+            y = causal_conv_reference(x, weight_CD, bias_C, ring_SEC, slot, position)
+            out[chunk][live] = (y if activation is None else silu_reference(y)).to(out.dtype)
         return out
     launch_conv_chunk(
         x_TC,
@@ -77,6 +85,7 @@ def causal_conv_chunk(
         ring_SEC,
         slot_T,
         position_T,
+        query_start_P1,
         out,
         gated=False,
         silu=activation == "silu",
@@ -92,6 +101,7 @@ def launch_conv_chunk(
     ring_SEC: torch.Tensor,
     slot_T: torch.Tensor,
     position_T: torch.Tensor,
+    query_start_P1: torch.Tensor | None,
     out_TC: torch.Tensor,
     *,
     gated: bool,
@@ -100,14 +110,17 @@ def launch_conv_chunk(
 ) -> None:
     """Launch the kernel with checked operands; with `gated` x is [b | c | x] of `short_conv.py`."""
     lanes, (channels, taps) = len(x_TX), weight_CD.shape
-    grid = (triton.cdiv(lanes, _TOKENS), triton.cdiv(channels, _CHANNELS))
-    launcher(conv_chunk_kernel, grid)(
+    prompts, tiles = check_chunks(query_start_P1), triton.cdiv(lanes, _TOKENS)
+    if prompts is not None:
+        tiles = tile_count(lanes, prompts, size=_TOKENS, spare=1)
+    launcher(conv_chunk_kernel, (tiles, triton.cdiv(channels, _CHANNELS)))(
         x_TX,
         weight_CD,
         bias_C,
         ring_SEC,
         slot_T,
         position_T,
+        query_start_P1,
         out_TC,
         x_TX.stride(0),
         out_TC.stride(0),
@@ -117,6 +130,7 @@ def launch_conv_chunk(
         D=taps,
         GATED=gated,
         SILU=silu,
+        PROMPTS=prompts or 1,
         BLOCK_C=_CHANNELS,
         BLOCK_T=_TOKENS,
         BLOCK_LANES=triton.next_power_of_2(lanes),

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.recurrent.pieces import chunk_of_tile
 
 
 @triton.jit(do_not_specialize=["lanes", "entries"])
@@ -17,6 +18,7 @@ def conv_chunk_kernel(
     ring_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     out_ptr,
     x_stride,
     out_stride,
@@ -26,20 +28,31 @@ def conv_chunk_kernel(
     D: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for BLOCK_T lanes and BLOCK_C channels.
+    """One program for BLOCK_T lanes of a chunk and BLOCK_C channels.
 
-    Only the program of the first lanes reads the ring, as BLOCK_T exceeds D, and then writes it.
+    Only the program of a chunk's first lanes reads its slot's ring, as BLOCK_T exceeds D, and then
+    writes it.
     """
     block = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = c < C
     weights, start = conv_weights(weight_ptr, bias_ptr, c, mask, D, BLOCK_C)
     wait_for_inputs(PDL)
+    if query_start_ptr is not None:
+        # From here on the program's chunk is all there is.
+        first, lanes, block = chunk_of_tile(query_start_ptr, block, PROMPTS, BLOCK_T, 1)
+        if block * BLOCK_T >= lanes:
+            return
+        slot_ptr += first
+        position_ptr += first
+        x_ptr += first.to(tl.int64) * x_stride
+        out_ptr += first.to(tl.int64) * out_stride
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot < 0:
         return

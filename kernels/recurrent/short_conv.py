@@ -8,7 +8,7 @@ a row: it reads the ring, and walks through the row's tokens in registers, so th
 not depend on how many tokens its row has. Prefill runs the kernel of `conv.py`, which sums in the
 same order: the bits of both are equal.
 
-Letters: N lanes, T lanes of a chunk, S slots, E entries of a slot, C channels, D taps.
+Letters: N lanes, T lanes of prefill, P chunks, S slots, E entries of a slot, C channels, D taps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from graphengine.kernels.core.lanes import check_lanes, check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.recurrent.conv import check_conv, launch_conv_chunk
+from graphengine.kernels.recurrent.pieces import check_chunks, chunks_of
 from graphengine.kernels.recurrent.short_conv_reference import short_conv_reference
 from graphengine.kernels.recurrent.short_conv_triton import decode_kernel
 
@@ -103,15 +104,19 @@ def short_conv_prefill(
     slot_T: torch.Tensor,
     position_T: torch.Tensor,
     *,
+    query_start_P1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Convolve one slot's chunk, whose live lanes come first, at consecutive positions.
+    """Convolve the chunk of a slot, or of several.
 
-    The ring's entries of the chunk's newest D - 1 tokens are written, or those of all its tokens if
+    The ring's entries of a chunk's newest D - 1 tokens are written, or those of all its tokens if
     they are fewer.
 
     Args:
+        query_start_P1: int32 [P + 1], on the device: lanes query_start[p] .. query_start[p + 1] - 1
+            are a chunk of a slot of its own, all live, at consecutive positions. Lanes past the
+            last chunk are padded. None: live lanes come first, and are one slot's chunk.
         out: `[T, C]` in the inputs' dtype, dense.
         The others as in `short_conv_decode`; E is at least D - 1.
 
@@ -119,9 +124,12 @@ def short_conv_prefill(
         y, `[T, C]`; padded lanes are not written. ValueError for what does not fit.
     """
     lanes, channels, _ = _check(bcx_TX, weight_CD, bias_C, ring_SEC, slot_T, position_T)
+    check_chunks(query_start_P1)
     out = output_rows(out, (lanes, channels), dtype=bcx_TX.dtype, like=bcx_TX)
     if not use_triton(bcx_TX):
-        short_conv_reference(bcx_TX, weight_CD, bias_C, ring_SEC, slot_T, position_T, out)
+        for chunk in chunks_of(query_start_P1):
+            bcx, slot, position = bcx_TX[chunk], slot_T[chunk], position_T[chunk]
+            short_conv_reference(bcx, weight_CD, bias_C, ring_SEC, slot, position, out[chunk])
         return out
     launch_conv_chunk(
         bcx_TX,
@@ -130,6 +138,7 @@ def short_conv_prefill(
         ring_SEC,
         slot_T,
         position_T,
+        query_start_P1,
         out,
         gated=True,
         silu=False,

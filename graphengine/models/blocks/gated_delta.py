@@ -127,9 +127,9 @@ class GatedDelta:
         """Values of a lane in `PrefillScratch`."""
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
 
-    def scan_bytes(self, lanes: int) -> int:
-        """Bytes that the kernels of a chunk pass to each other."""
-        return self.sizes.scan_bytes(lanes)
+    def scan_bytes(self, lanes: int, prompts: int | None) -> int:
+        """Bytes that the kernels of one chunk, or of `prompts` chunks, pass to each other."""
+        return self.sizes.scan_bytes(lanes, prompts)
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -261,12 +261,14 @@ class GatedDeltaWeights:
         states: Mapping[str, Tensor],
         scratch: PrefillScratch,
     ) -> None:
-        """Run the block on a chunk, whose normed stream is `scratch.h`.
+        """Run the block on a chunk, or on those of several prompts, whose normed stream is
+        `scratch.h`.
 
         `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
-        The newest entries of `states` are those of the chunk's last tokens.
+        The newest entries of `states` are those of each chunk's last tokens.
         """
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
+        starts = scratch.launch.chunk_starts(lanes)
         projected = scratch.take(sizes.projected)
         for weight, out in zip(self.projections, self._columns(projected), strict=True):
             scratch.product(scratch.h, weight, None, out=out)
@@ -277,6 +279,7 @@ class GatedDeltaWeights:
             states[RING],
             lanes.slot,
             lanes.position,
+            query_start_P1=starts,
             activation="silu",
             out=scratch.take(sizes.channels, after=sizes.projected),
             pdl=pdl,
@@ -290,6 +293,7 @@ class GatedDeltaWeights:
             self.params,
             sizes,
             eps=block.norm_eps,
+            query_start_P1=starts,
             out=scratch.take(sizes.inner, after=sizes.projected + sizes.channels),
             pdl=pdl,
         )

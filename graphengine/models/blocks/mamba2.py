@@ -111,10 +111,12 @@ class Mamba2:
         """Values of a lane in `PrefillScratch`."""
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
 
-    def scan_bytes(self, lanes: int) -> int:
-        """Bytes that the kernels of a chunk pass to each other, and of a norm across ranks."""
+    def scan_bytes(self, lanes: int, prompts: int | None) -> int:
+        """Bytes that the kernels of a chunk, or of those of `prompts` prompts, pass to each other,
+        and of a norm across ranks.
+        """
         gated = 4 * lanes * self.sizes.inner if self.norm_ranks > 1 else 0
-        return self.sizes.scan_bytes(lanes) + gated
+        return self.sizes.scan_bytes(lanes, prompts) + gated
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -259,12 +261,14 @@ class Mamba2Weights:
         states: Mapping[str, Tensor],
         scratch: PrefillScratch,
     ) -> None:
-        """Run the block on a chunk, whose normed stream is `scratch.h`.
+        """Run the block on a chunk, or on those of several prompts, whose normed stream is
+        `scratch.h`.
 
         `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
-        The newest entries of `states` are those of the chunk's last tokens.
+        The newest entries of `states` are those of each chunk's last tokens.
         """
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
+        starts = scratch.launch.chunk_starts(lanes)
         projected = scratch.take(sizes.projected)
         scratch.product(scratch.h, self.projection, self.projection_bias, out=projected)
         parts = [sizes.inner, sizes.channels, sizes.heads]
@@ -276,6 +280,7 @@ class Mamba2Weights:
             states[RING],
             lanes.slot,
             lanes.position,
+            query_start_P1=starts,
             activation="silu",
             out=scratch.take(sizes.channels, after=sizes.projected),
             pdl=pdl,
@@ -288,6 +293,7 @@ class Mamba2Weights:
             lanes.position,
             self.params,
             sizes,
+            query_start=starts,
             out=scratch.take(sizes.inner, after=sizes.projected + sizes.channels),
             pdl=pdl,
         )

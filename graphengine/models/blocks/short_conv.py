@@ -182,10 +182,11 @@ class ShortConvWeights:
         states: Mapping[str, Tensor],
         scratch: PrefillScratch,
     ) -> None:
-        """Run the block on a chunk, whose normed stream is `scratch.h`.
+        """Run the block on a chunk, or on those of several prompts, whose normed stream is
+        `scratch.h`.
 
         `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
-        The newest entries of `states` are those of the chunk's last tokens.
+        The newest entries of `states` are those of each chunk's last tokens.
         """
         channels = self.block.channels
         projected = scratch.take(3 * channels)
@@ -197,6 +198,7 @@ class ShortConvWeights:
             states[RING],
             lanes.slot,
             lanes.position,
+            query_start_P1=scratch.launch.chunk_starts(lanes),
             out=scratch.take(channels, after=3 * channels),
             pdl=scratch.launch.pdl,
         )

@@ -76,6 +76,7 @@ def workspace_bytes(shape: EngineShape) -> int:
         shape.max_seq_len,
         modules=needs.wants_hidden or needs.reads_streams or shape.recorded is not None,
         drafts=bool(needs.states),
+        prompts=shape.config.packed_prompts if shape.config.prompts_per_prefill > 1 else None,
     )
     if shape.config.prompt_embeds and shape.config.mode is not None:
         # The embeddings of a chunk's tokens, in float32 and then as draft modules read them.
@@ -137,6 +138,7 @@ def step_bytes(
     *,
     modules: bool = False,
     drafts: bool = False,
+    prompts: int | None = None,
 ) -> int:
     """Bytes of intermediates of the largest bucket: a layer's activations, attention partials, what
     the kernels of a recurrent layer pass to each other, logits.
@@ -145,6 +147,7 @@ def step_bytes(
     modules  whether there are draft modules: while a module computes, the target's hidden states of
              a chunk are kept, alone and concatenated with the embeddings
     drafts   whether a head drafts, and not n-grams or the caller
+    prompts  prompts whose chunks a prefill takes; None: it takes one chunk
 
     It includes the float32 [splits, N, M] of one split-K product at a time. Plans are chosen later,
     so it counts the most that a table may ask for: 15 MB at 8 rows of an 8B model.
@@ -159,5 +162,5 @@ def step_bytes(
     # Float32 logits, raw and processed, and the sampler's keys: all of one size. The logits of
     # drafts have that size, too, and exist while the target's are kept.
     sampling = (5 if drafts else 3) * 4 * rows * model.vocab_size
-    scan = model.scan_bytes(prefill.sizes[-1])
+    scan = model.scan_bytes(prefill.sizes[-1], prompts)
     return lanes * (4 * model.hidden_size + activations) + partials + parts + scan + sampling

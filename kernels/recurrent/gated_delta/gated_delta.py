@@ -12,9 +12,9 @@ not depend on how many tokens its row has. In prefill pieces of 64 tokens, cut a
 of 64 positions, are computed by matrix products, and the state goes from piece to piece (Yang,
 Kautz, Hatamizadeh 2024, arXiv:2412.06464).
 
-Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot, G heads of queries and
-keys, H heads of values, K and V values of a head, D taps, C = 2 * G * K + H * V, I = H * V,
-X = C + I + 2 * H: a lane is projected to [q | k | v | z | b | a].
+Letters: N lanes, T lanes of prefill, P chunks, R rows, S slots, E entries of a slot, G heads of
+queries and keys, H heads of values, K and V values of a head, D taps, C = 2 * G * K + H * V,
+I = H * V, X = C + I + 2 * H: a lane is projected to [q | k | v | z | b | a].
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from graphengine.kernels.recurrent.gated_delta.gated_delta_triton import (
     pieces_kernel,
     scan_kernel,
 )
-from graphengine.kernels.recurrent.pieces import PIECE, piece_count
+from graphengine.kernels.recurrent.pieces import PIECE, check_chunks, chunks_of, piece_count
 
 # Values of a head whose state a program holds; more would not fit its registers.
 _DECODE_VALUES = 32
@@ -157,15 +157,19 @@ def gated_delta_prefill(
     sizes: GatedDeltaSizes,
     *,
     eps: float,
+    query_start_P1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Advance the state by one slot's chunk: live lanes come first, at consecutive positions.
+    """Advance the state of a slot, or of several, by a chunk each.
 
-    Reads the entry of the token before the chunk (zeros at position 0), and writes only the entry
-    of its last token, rounded once. Three kernels, with `sizes.scan_bytes` between them.
+    Reads the entry of the token before a chunk (zeros at position 0), and writes only the entry of
+    its last token, rounded once. Three kernels, with `sizes.scan_bytes` between them.
 
     Args:
+        query_start_P1: int32 [P + 1], on the device: lanes query_start[p] .. query_start[p + 1] - 1
+            are a chunk of a slot of its own, all live, at consecutive positions. Lanes past the
+            last chunk are padded. None: live lanes come first, and are one slot's chunk.
         qkv_TC: queries, keys and values after `causal_conv_chunk` with silu.
         out: `[T, I]` in qkv's dtype, dense rows; it is neither of the inputs.
         The others as in `gated_delta_decode`.
@@ -177,12 +181,19 @@ def gated_delta_prefill(
     check_rows(qkv=qkv_TC)
     if qkv_TC.shape != (lanes, sizes.channels):
         raise ValueError(f"qkv must be [{lanes}, {sizes.channels}], not {list(qkv_TC.shape)}")
+    prompts = check_chunks(query_start_P1)
     out = output_rows(out, (lanes, sizes.inner), dtype=qkv_TC.dtype, like=qkv_TC)
     if not use_triton(qkv_TC):
-        return gated_delta_prefill_reference(
-            qkv_TC, projected_TX, state_SEHKV, slot_T, position_T, params, sizes, eps, out
-        )
-    chunk = _Chunk(qkv_TC, projected_TX, slot_T, position_T, params, sizes, pdl)
+        for lane in chunks_of(query_start_P1):
+            of_chunk = (each[lane] for each in (qkv_TC, projected_TX, slot_T, position_T, out))
+            qkv, projected, slot, position, y = of_chunk
+            gated_delta_prefill_reference(
+                qkv, projected, state_SEHKV, slot, position, params, sizes, eps, y
+            )
+        return out
+    chunk = _Chunk(
+        qkv_TC, projected_TX, slot_T, position_T, query_start_P1, prompts, params, sizes, pdl
+    )
     scan = _new_scan(chunk)
     _launch_pieces(chunk, scan)
     _launch_scan(chunk, scan, state_SEHKV)
@@ -191,12 +202,14 @@ def gated_delta_prefill(
 
 
 class _Chunk(NamedTuple):
-    """What the kernels of a chunk read."""
+    """What the kernels of a chunk read, or of the chunks of several prompts."""
 
     qkv_TC: torch.Tensor
     projected_TX: torch.Tensor
     slot_T: torch.Tensor
     position_T: torch.Tensor
+    query_start_P1: torch.Tensor | None
+    prompts: int | None
     params: GatedDeltaParams
     sizes: GatedDeltaSizes
     pdl: bool
@@ -206,9 +219,14 @@ class _Chunk(NamedTuple):
         return len(self.slot_T)
 
     @property
+    def pieces(self) -> int:
+        return piece_count(self.lanes, self.prompts)
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of every launch."""
         return {
+            "PROMPTS": self.prompts or 1,
             "BLOCK_T": triton.next_power_of_2(self.lanes),
             "PIECE": PIECE,
             "PRECISION": "ieee" if self.qkv_TC.dtype == torch.float32 else "tf32",
@@ -230,18 +248,20 @@ class _Scan(NamedTuple):
 
 def _new_scan(chunk: _Chunk) -> _Scan:
     """Uninitialised tensors for `chunk`."""
-    shapes, device = chunk.sizes.scan_shapes(chunk.lanes), chunk.qkv_TC.device
+    shapes = chunk.sizes.scan_shapes(chunk.lanes, chunk.prompts)
+    device = chunk.qkv_TC.device
     return _Scan(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
 
 
 def _launch_pieces(chunk: _Chunk, scan: _Scan) -> None:
     """Compute what each piece does to any state, and its tokens to each other."""
     sizes = chunk.sizes
-    launcher(pieces_kernel, (piece_count(chunk.lanes), sizes.value_heads))(
+    launcher(pieces_kernel, (chunk.pieces, sizes.value_heads))(
         chunk.qkv_TC,
         chunk.projected_TX,
         chunk.slot_T,
         chunk.position_T,
+        chunk.query_start_P1,
         chunk.params,
         scan.q,
         scan.k,
@@ -264,7 +284,8 @@ def _launch_scan(chunk: _Chunk, scan: _Scan, state_SEHKV: torch.Tensor) -> None:
     sizes = chunk.sizes
     constants = _constants(sizes, least=16, most=_SCAN_VALUES)
     tiles = triton.cdiv(sizes.value_dim, constants["BLOCK_V"])
-    launcher(scan_kernel, (sizes.value_heads, tiles))(
+    chunks = () if chunk.prompts is None else (chunk.prompts,)
+    launcher(scan_kernel, (sizes.value_heads, tiles, *chunks))(
         scan.k,
         scan.u,
         scan.w,
@@ -273,6 +294,7 @@ def _launch_scan(chunk: _Chunk, scan: _Scan, state_SEHKV: torch.Tensor) -> None:
         state_SEHKV,
         chunk.slot_T,
         chunk.position_T,
+        chunk.query_start_P1,
         chunk.lanes,
         state_SEHKV.shape[1],
         **constants,
@@ -284,7 +306,7 @@ def _launch_scan(chunk: _Chunk, scan: _Scan, state_SEHKV: torch.Tensor) -> None:
 def _launch_outputs(chunk: _Chunk, scan: _Scan, eps: float, out: torch.Tensor) -> None:
     """Compute each token's output, from its piece's state and the tokens before it in the piece."""
     sizes = chunk.sizes
-    launcher(outputs_kernel, (piece_count(chunk.lanes), sizes.value_heads))(
+    launcher(outputs_kernel, (chunk.pieces, sizes.value_heads))(
         scan.q,
         scan.u,
         scan.met,
@@ -292,6 +314,7 @@ def _launch_outputs(chunk: _Chunk, scan: _Scan, eps: float, out: torch.Tensor) -
         chunk.projected_TX,
         chunk.slot_T,
         chunk.position_T,
+        chunk.query_start_P1,
         chunk.params.norm,
         out,
         chunk.projected_TX.stride(0),

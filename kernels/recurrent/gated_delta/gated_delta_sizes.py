@@ -52,10 +52,13 @@ class GatedDeltaSizes:
         """Shape of a state's entry: `(H, K, V)`."""
         return self.value_heads, self.key_dim, self.value_dim
 
-    def scan_shapes(self, lanes: int) -> tuple[tuple[int, ...], ...]:
+    def scan_shapes(self, lanes: int, prompts: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Shapes of what the kernels of a chunk pass to each other, in float32: q, k, w, u, met,
-        decays, states."""
-        pieces, (H, K, V) = piece_count(lanes), self.state_shape
+        decays, states.
+
+        prompts  number of prompts whose chunks a launch takes; None: it takes one chunk
+        """
+        pieces, (H, K, V) = piece_count(lanes, prompts), self.state_shape
         return (
             *((H, lanes, K),) * 3,
             (H, lanes, V),
@@ -64,9 +67,9 @@ class GatedDeltaSizes:
             (pieces, H, K, V),
         )
 
-    def scan_bytes(self, lanes: int) -> int:
+    def scan_bytes(self, lanes: int, prompts: int | None = None) -> int:
         """Bytes of tensors with `scan_shapes`."""
-        return 4 * sum(map(math.prod, self.scan_shapes(lanes)))
+        return 4 * sum(map(math.prod, self.scan_shapes(lanes, prompts)))
 
 
 class GatedDeltaParams(NamedTuple):

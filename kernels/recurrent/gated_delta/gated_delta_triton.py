@@ -14,7 +14,12 @@ from graphengine.kernels.recurrent.conv_triton import (
     token_input,
     window_before,
 )
-from graphengine.kernels.recurrent.pieces import lanes_of_piece, live_lanes
+from graphengine.kernels.recurrent.pieces import (
+    first_piece,
+    lanes_of_chunk,
+    lanes_of_piece,
+    live_lanes,
+)
 from graphengine.kernels.recurrent.softplus import softplus
 
 _NORM_EPS = tl.constexpr(1e-6)
@@ -123,6 +128,7 @@ def pieces_kernel(
     projected_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     layer,
     q_ptr,
     k_ptr,
@@ -139,6 +145,7 @@ def pieces_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -160,7 +167,9 @@ def pieces_kernel(
     rate = -tl.exp(tl.load(layer.a_log + head))
     dt_bias = tl.load(layer.dt_bias + head)
     wait_for_inputs(PDL)
-    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    lane, there = lanes_of_piece(
+        slot_ptr, position_ptr, query_start_ptr, lanes, piece, PROMPTS, BLOCK_T, PIECE
+    )
     if tl.max(there.to(tl.int32), 0) == 0:
         return
     i = tl.arange(0, PIECE)
@@ -245,6 +254,7 @@ def scan_kernel(
     state_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     lanes,
     entries,
     H: tl.constexpr,
@@ -252,23 +262,34 @@ def scan_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head and BLOCK_V of its values, through all pieces of the chunk: it stores the
-    state before each piece, and subtracts from u, in place, what the state predicted.
+    """One program a head, BLOCK_V of its values and a chunk, through all pieces of the chunk: it
+    stores the state before each piece, and subtracts from u, in place, what the state predicted.
     """
     head = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(PDL)
-    slot = tl.load(slot_ptr).to(tl.int64)
+    first = 0
+    count = lanes
+    if query_start_ptr is not None:
+        chunk = tl.program_id(2)
+        first, count = lanes_of_chunk(query_start_ptr, chunk)
+        if count == 0:
+            return
+        piece = first_piece(first, chunk, PIECE)
+        decay_ptr += piece * H
+        states_ptr += piece * (H * K * V)
+    slot = tl.load(slot_ptr + first).to(tl.int64)
     if slot < 0:
         return
-    live = live_lanes(slot_ptr, lanes, BLOCK_T)
-    position = tl.load(position_ptr)
+    live = live_lanes(slot_ptr + first, count, BLOCK_T)
+    position = tl.load(position_ptr + first)
     mask = (k < K)[:, None] & (v < V)[None, :]
     of_head = head * (K * V) + k[:, None] * V + v[None, :]
     cells = state_ptr + slot * entries * (H * K * V) + of_head
@@ -276,10 +297,11 @@ def scan_kernel(
     s = tl.load(cells + before * (H * K * V), mask=mask & (position > 0), other=0.0).to(tl.float32)
     i = tl.arange(0, PIECE)
     states_ptrs = states_ptr + of_head
-    # The piece's lanes; the first ones may lie before the chunk.
+    # The piece's tokens; the first ones may lie before the chunk.
     for start in range(-(position % PIECE), live, PIECE):
         lane = (start + i).to(tl.int64)
         there = (lane >= 0) & (lane < live)
+        lane += first
         in_k = there[:, None] & (k < K)[None, :]
         in_v = there[:, None] & (v < V)[None, :]
         at = (head * lanes + lane)[:, None]
@@ -307,6 +329,7 @@ def outputs_kernel(
     projected_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     norm_ptr,
     out_ptr,
     projected_stride,
@@ -319,6 +342,7 @@ def outputs_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -334,7 +358,9 @@ def outputs_kernel(
     i = tl.arange(0, PIECE)
     norm = tl.load(norm_ptr + v, mask=v < V, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    lane, there = lanes_of_piece(
+        slot_ptr, position_ptr, query_start_ptr, lanes, piece, PROMPTS, BLOCK_T, PIECE
+    )
     if tl.max(there.to(tl.int32), 0) == 0:
         return
     in_v = there[:, None] & (v < V)[None, :]

@@ -17,7 +17,7 @@ absolute multiples of 64 positions. Within pieces tokens interact through matrix
 kernels that handle all pieces at once; between the two the state goes from piece to piece (the
 state space duality of Dao & Gu 2024).
 
-Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot's state, F of its inputs,
+Letters: N lanes, T lanes of prefill, R rows, S slots, E entries of a slot's state, F of its inputs,
 H heads, P values of a head, K values of the state for each of them, G groups, I = H * P,
 C = I + 2 * G * K channels of the convolution, X = I + C + H, D tokens that it sees.
 """
@@ -54,7 +54,7 @@ from graphengine.kernels.recurrent.mamba2.mamba2_triton import (
     pass_kernel,
     pieces_kernel,
 )
-from graphengine.kernels.recurrent.pieces import PIECE, piece_count
+from graphengine.kernels.recurrent.pieces import PIECE, check_chunks, chunks_of, piece_count
 
 # Values of a head that a program holds: with 128 float32 of state each, 16 KB.
 _DECODE_BLOCK_P = 32
@@ -239,17 +239,21 @@ def mamba2_prefill(
     params: Mamba2Params,
     sizes: Mamba2Sizes,
     *,
+    query_start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Advance the state by one slot's chunk: live lanes come first, at consecutive positions.
+    """Advance the state of a slot, or of several, by a chunk each.
 
-    Reads the entry of the token before the chunk (zeros at position 0), and writes only the entry
-    of its last token, rounded once. Three kernels, with `sizes.scan_bytes` between them.
+    Reads the entry of the token before a chunk (zeros at position 0), and writes only the entry of
+    its last token, rounded once. Three kernels, with `sizes.scan_bytes` between them.
 
     Args:
         xbc_TC: x, B and C after the convolution; any float dtype, dense rows.
         dt_TH: before bias and softplus; any float dtype, dense rows, any stride between them.
+        query_start: int32 [chunks + 1], on the device: lanes query_start[i] .. query_start[i + 1]
+            - 1 are a chunk of a slot of its own, all live, at consecutive positions. Lanes past the
+            last chunk are padded. None: live lanes come first, and are one slot's chunk.
         out: `[T, I]` of any float dtype, dense rows; default in xbc's.
         The others as in `mamba2_decode`.
 
@@ -263,36 +267,47 @@ def mamba2_prefill(
     _check_state("state", state_SEHPK, sizes.state_shape)
     _check_params(params, sizes)
     check_lanes(lanes, slot_T=slot_T, position_T=position_T)
+    prompts = check_chunks(query_start)
     dtype = xbc_TC.dtype if out is None else out.dtype
     out = output_rows(out, (lanes, sizes.inner), dtype=dtype, like=xbc_TC)
     if not use_triton(xbc_TC):
-        return mamba2_prefill_reference(
-            xbc_TC, dt_TH, state_SEHPK, slot_T, position_T, params, sizes, out=out
-        )
+        for lane in chunks_of(query_start):
+            xbc, dt, slot, position = (each[lane] for each in (xbc_TC, dt_TH, slot_T, position_T))
+            mamba2_prefill_reference(
+                xbc, dt, state_SEHPK, slot, position, params, sizes, out=out[lane]
+            )
+        return out
     # Tensor cores do not multiply matrices of fewer than 16 values.
     block_p = max(16, min(_PREFILL_BLOCK_P, triton.next_power_of_2(sizes.head_dim)))
     H, P, K = sizes.state_shape
     states, decay = (
         torch.empty(shape, dtype=torch.float32, device=xbc_TC.device)
-        for shape in sizes.scan_shapes(lanes)
+        for shape in sizes.scan_shapes(lanes, prompts)
     )
     strides, limits = (xbc_TC.stride(0), dt_TH.stride(0)), (sizes.dt_min, sizes.dt_max)
-    of_chunk = {"BLOCK_T": triton.next_power_of_2(lanes), "PIECE": PIECE, **launch_options(pdl)}
+    of_chunk = {
+        "PROMPTS": prompts or 1,
+        "BLOCK_T": triton.next_power_of_2(lanes),
+        "PIECE": PIECE,
+        **launch_options(pdl),
+    }
     of_piece = of_chunk | {
         **_constants(sizes, block_p, least=16),
         "PRECISION": "ieee" if xbc_TC.dtype == torch.float32 else "tf32",
     }
-    grid = (piece_count(lanes), H, triton.cdiv(P, block_p))
+    grid = (piece_count(lanes, prompts), H, triton.cdiv(P, block_p))
     launcher(pieces_kernel, grid)(
-        xbc_TC, dt_TH, slot_T, position_T, params, states, decay, *strides, lanes, *limits,
-        **of_piece, **_LAUNCHES["pieces_kernel"],
+        xbc_TC, dt_TH, slot_T, position_T, query_start, params, states, decay, *strides, lanes,
+        *limits, **of_piece, **_LAUNCHES["pieces_kernel"],
     )  # fmt: skip
-    launcher(pass_kernel, (H, triton.cdiv(P * K, _PASS_BLOCK)))(
+    chunks = () if prompts is None else (prompts,)
+    launcher(pass_kernel, (H, triton.cdiv(P * K, _PASS_BLOCK), *chunks))(
         states,
         decay,
         state_SEHPK,
         slot_T,
         position_T,
+        query_start,
         lanes,
         state_SEHPK.shape[1],
         H=H,
@@ -303,8 +318,8 @@ def mamba2_prefill(
         **of_chunk,
     )
     launcher(outputs_kernel, grid)(
-        xbc_TC, dt_TH, states, slot_T, position_T, params, out, *strides, out.stride(0), lanes,
-        *limits, **of_piece, **_LAUNCHES["outputs_kernel"],
+        xbc_TC, dt_TH, states, slot_T, position_T, query_start, params, out, *strides,
+        out.stride(0), lanes, *limits, **of_piece, **_LAUNCHES["outputs_kernel"],
     )  # fmt: skip
     return out
 

@@ -54,14 +54,17 @@ class Mamba2Sizes:
         """Shape of a state's entry: `(H, P, K)`."""
         return self.heads, self.head_dim, self.state_size
 
-    def scan_shapes(self, lanes: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what the kernels of a chunk pass to each other, in float32: states, decays."""
-        pieces = piece_count(lanes)
+    def scan_shapes(self, lanes: int, prompts: int | None = None) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what the kernels of a chunk pass to each other, in float32: states, decays.
+
+        prompts  number of prompts whose chunks a launch takes; None: it takes one chunk
+        """
+        pieces = piece_count(lanes, prompts)
         return (pieces, *self.state_shape), (pieces, self.heads)
 
-    def scan_bytes(self, lanes: int) -> int:
+    def scan_bytes(self, lanes: int, prompts: int | None = None) -> int:
         """Bytes of tensors with `scan_shapes`."""
-        return 4 * sum(map(math.prod, self.scan_shapes(lanes)))
+        return 4 * sum(map(math.prod, self.scan_shapes(lanes, prompts)))
 
 
 class Mamba2Params(NamedTuple):

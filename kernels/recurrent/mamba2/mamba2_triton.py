@@ -14,7 +14,12 @@ from graphengine.kernels.recurrent.conv_triton import (
     token_input,
     window_before,
 )
-from graphengine.kernels.recurrent.pieces import lanes_of_piece, live_lanes
+from graphengine.kernels.recurrent.pieces import (
+    first_piece,
+    lanes_of_chunk,
+    lanes_of_piece,
+    live_lanes,
+)
 from graphengine.kernels.recurrent.softplus import softplus
 
 
@@ -144,6 +149,7 @@ def pieces_kernel(
     dt_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     layer,
     states_ptr,
     decay_ptr,
@@ -158,6 +164,7 @@ def pieces_kernel(
     G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -173,7 +180,9 @@ def pieces_kernel(
     dt_bias = tl.load(layer.dt_bias + head).to(tl.float32)
     rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
     wait_for_inputs(PDL)
-    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    lane, there = lanes_of_piece(
+        slot_ptr, position_ptr, query_start_ptr, lanes, piece, PROMPTS, BLOCK_T, PIECE
+    )
     if tl.max(there.to(tl.int32), 0) == 0:
         return
     dt = tl.load(dt_ptr + lane * dt_stride + head, mask=there, other=0.0).to(tl.float32)
@@ -201,28 +210,40 @@ def pass_kernel(
     state_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     lanes,
     entries,
     H: tl.constexpr,
     P: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head and BLOCK numbers of its state, through all pieces of the chunk: it
-    replaces what each piece adds by the state before the piece.
+    """One program a head, BLOCK numbers of its state and a chunk, through all pieces of the chunk:
+    it replaces what each piece adds by the state before the piece.
     """
     head = tl.program_id(0)
     cell = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cell < P * K
     wait_for_inputs(PDL)
-    slot = tl.load(slot_ptr).to(tl.int64)
+    first = 0
+    count = lanes
+    if query_start_ptr is not None:
+        chunk = tl.program_id(2)
+        first, count = lanes_of_chunk(query_start_ptr, chunk)
+        if count == 0:
+            return
+        first_of_chunk = first_piece(first, chunk, PIECE)
+        decay_ptr += first_of_chunk * H
+        states_ptr += first_of_chunk * (H * P * K)
+    slot = tl.load(slot_ptr + first).to(tl.int64)
     if slot < 0:
         return
-    live = live_lanes(slot_ptr, lanes, BLOCK_T)
-    position = tl.load(position_ptr)
+    live = live_lanes(slot_ptr + first, count, BLOCK_T)
+    position = tl.load(position_ptr + first)
     cells = state_ptr + (slot * entries * H + head) * (P * K) + cell
     before = ((position + entries - 1) % entries).to(tl.int64)
     h = tl.load(cells + before * (H * P * K), mask=mask & (position > 0), other=0.0)
@@ -253,6 +274,7 @@ def outputs_kernel(
     states_ptr,
     slot_ptr,
     position_ptr,
+    query_start_ptr,
     layer,
     y_ptr,
     xbc_stride,
@@ -267,6 +289,7 @@ def outputs_kernel(
     G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -284,7 +307,9 @@ def outputs_kernel(
     rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
     skip = tl.load(layer.skip + head).to(tl.float32)
     wait_for_inputs(PDL)
-    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    lane, there = lanes_of_piece(
+        slot_ptr, position_ptr, query_start_ptr, lanes, piece, PROMPTS, BLOCK_T, PIECE
+    )
     if tl.max(there.to(tl.int32), 0) == 0:
         return
     dt = tl.load(dt_ptr + lane * dt_stride + head, mask=there, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoints.adapters import write_adapter
 from checkpoints.few_layers import few_layers
-from engines.packed_replies import prompt_of, replies, same
+from engines.packed_replies import chunks_of, prompt_of, replies, same
 from engines.small_engine import greedy, open_engine, run, sampled, step_until
 from extent import examples
 from graphengine import Engine
@@ -54,23 +54,6 @@ def test_no_bit_depends_on_what_a_prompt_is_packed_with(
         packed_chunks.append(engine.counters["packed_chunks"])
     for one, other in zip(alone, together, strict=True):
         assert same(one, other), lengths
-
-
-def chunks_of(engine: Engine) -> list[list[tuple[int, int, int]]]:
-    """(request, start, tokens) of each chunk of each prefill, until nothing is left to do."""
-    found = []
-    plan = engine.core.plan
-
-    def noted() -> Any:
-        made = plan()
-        if made is not None and made.prefill is not None:
-            found.append([(each.request.id, each.start, each.count) for each in made.chunks])
-        return made
-
-    engine.core.plan = noted  # type: ignore[method-assign]
-    run(engine)
-    first = min(chunk[0] for chunks in found for chunk in chunks)
-    return [[(number - first, *rest) for number, *rest in chunks] for chunks in found]
 
 
 def test_a_replay_takes_the_oldest_prompts_that_fit_it() -> None:
@@ -210,8 +193,8 @@ def test_adapters_that_are_opened_with_it_are_named(tmp_path: Path) -> None:
 
 
 def test_models_that_feed_one_prompt_say_so() -> None:
-    with pytest.raises(ValueError, match=r"prompts_per_prefill=2: a .* has recurrent layers"):
-        build_engine(Subject.of_shape("tiny-delta"), {"device": "cpu", "prompts_per_prefill": 2})
+    with pytest.raises(ValueError, match=r"prompts_per_prefill=2: a .* has frames of codes, and"):
+        build_engine(Subject.of_shape("tiny-csm"), {"device": "cpu", "prompts_per_prefill": 2})
 
 
 def test_engines_that_pack_have_numerics_of_their_own() -> None:

@@ -5,13 +5,16 @@ Chunks have from 1 to 256 tokens, for which kernels have tiles of all sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from checkpoints.family_models import FamilyModel
+from checkpoints.hybrids import A, C, F, M, granite, lfm2, nemotron, qwen
 from checkpoints.random_models import make
 from engines.packed_replies import assert_alike, prompt_of
 from engines.small_engine import open_engine
@@ -57,6 +60,21 @@ LATENTS: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 384}
+RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
+    "delta rule": lambda: qwen(
+        [M, A, M], **WIDE, linear_num_key_heads=4, linear_num_value_heads=8,
+        linear_key_head_dim=64, linear_value_head_dim=64, linear_conv_kernel_dim=4,
+    ),
+    "Mamba2": lambda: granite(
+        [M, A, M], hidden_size=512, shared_intermediate_size=384, mamba_n_heads=16,
+        mamba_d_head=32, mamba_d_state=64, mamba_expand=1, mamba_n_groups=1,
+    ),
+    "Mamba2 in groups": lambda: nemotron(
+        [M, F, A, M], **WIDE, mamba_num_heads=16, mamba_head_dim=32, n_groups=2, ssm_state_size=64,
+    ),
+    "short convolutions": lambda: lfm2([C, A, C], **WIDE),
+}  # fmt: skip
 
 
 def packing(path: Path | None = None, **options: Any) -> Engine:
@@ -96,3 +114,11 @@ def test_models_with_latents(
     FamilyModel(lambda: make(family, **LATENTS, q_lora_rank=q_rank)).write(tmp_path, 0)
     prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
     assert_alike(lambda: packing(tmp_path, quantize=quantize), prompts, packed=3)
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 0}, {"quantize": "int4"}], ids=str)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_models_with_recurrent_layers(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    FamilyModel(RECURRENT[name]).write(tmp_path, 0)
+    prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
+    assert_alike(lambda: packing(tmp_path, **options), prompts, packed=3)

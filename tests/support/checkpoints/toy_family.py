@@ -188,7 +188,7 @@ class ToyConfig:
         widths = [self.attention.prefill_width, WIDTH + self.hidden_size]
         return max(*widths, self.mlp.prefill_width)
 
-    def scan_bytes(self, lanes: int) -> int:
+    def scan_bytes(self, lanes: int, prompts: int | None = None) -> int:
         return 0
 
     def allocate(self, *, device: str, dtype: torch.dtype) -> ToyWeights:

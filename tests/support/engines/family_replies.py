@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,6 @@ from launches.rounding_bounds import assert_best, in_float64, room_of
 
 MAX_SEQ_LEN = 400
 BLOCK = 8
-
-REFUSED_PACKING = re.compile("has recurrent layers, and feeds one prompt")
 
 Wanted = Callable[[Result], torch.Tensor]
 """transformers' logits for each token of a reply, float64 [n, V]."""
@@ -193,14 +190,8 @@ def assert_drafted(family: Family, prompts: Sequence[Any], tokens: int) -> None:
 
 
 def assert_packed(family: Family, prompts: Sequence[Any], tokens: int) -> None:
-    """Chunks of several prompts in one prefill, where the engine takes them."""
-    options = {"prefill_buckets": (16, 64), "prompts_per_prefill": 4}
-    try:
-        engine = family.open(**options)
-    except ValueError as error:
-        assert REFUSED_PACKING.search(str(error)), error
-        return
-    with engine:
+    """Chunks of several prompts in one prefill."""
+    with family.open(prefill_buckets=(16, 64), prompts_per_prefill=4) as engine:
         family.check(_submitted(family, engine, prompts, tokens))
         packed = engine.counters["packed_chunks"]
     assert packed >= 1, f"{packed} of the chunks of {[len(prompt) for prompt in prompts]}"

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from engines.small_engine import sampled
+from engines.small_engine import run, sampled
 from extent import extent
 from graphengine import Engine, Request
+from graphengine.models.states import recurrent_states
 
 
 def prompt_of(length: int, seed: int = 0, *, vocabulary: int = 4000) -> list[int]:
@@ -29,16 +30,50 @@ def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     return found
 
 
+def states_of(engine: Engine, request: Request) -> list[torch.Tensor]:
+    """The bits of what recurrent layers keep of the prompt's tokens; empty where a step may already
+    have decoded after it.
+    """
+    if engine.core.scheduler.lookahead:
+        return []
+    slot, end = request.job.placed.slot, request.job.prompt_len
+    found = []
+    for key, state in recurrent_states(engine.model.config.states).items():
+        entries = engine.runtime.program.states.recurrent[key][slot]
+        newest = range(max(0, end - state.depth), end)
+        found += [entries[position % len(entries)].clone() for position in newest]
+    return found
+
+
 def replies(engine: Engine, prompts: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Tokens of each prompt, and the bits of its KV once it decodes; all are submitted at once."""
+    """Tokens of each prompt, and the bits of its KV and of its states once it decodes; all are
+    submitted at once.
+    """
     requests = [engine.submit(prompt, sampled(6, seed=len(prompt))) for prompt in prompts]
     bits: dict[int, list[torch.Tensor]] = {}
     while engine.busy:
         engine.step()
         for request in requests:
             if request.token_ids and not request.finished and request.id not in bits:
-                bits[request.id] = kv_of(engine, request)
+                bits[request.id] = kv_of(engine, request) + states_of(engine, request)
     return [(request.result().token_ids, bits[request.id]) for request in requests]
+
+
+def chunks_of(engine: Engine) -> list[list[tuple[int, int, int]]]:
+    """(request, start, tokens) of each chunk of each prefill, until nothing is left to do."""
+    found = []
+    plan = engine.core.plan
+
+    def noted() -> Any:
+        made = plan()
+        if made is not None and made.prefill is not None:
+            found.append([(each.request.id, each.start, each.count) for each in made.chunks])
+        return made
+
+    engine.core.plan = noted  # type: ignore[method-assign]
+    run(engine)
+    first = min(chunk[0] for chunks in found for chunk in chunks)
+    return [[(number - first, *rest) for number, *rest in chunks] for chunks in found]
 
 
 def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
