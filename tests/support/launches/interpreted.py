@@ -1,9 +1,9 @@
-"""Triton's interpreter as tests use it: two faults mended, and four times as fast.
+"""Triton's interpreter as tests use it: three faults mended, and four times as fast.
 
 It remembers what it otherwise works out again for each operation. Seen with triton 3.6 on tests of
 decode attention: a sixth of the time went to patching the language for each launch and each call of
 a device function, and nearly half to describing types and shapes. Of what was left, a quarter went
-to overflow checks that nobody hears of. Numbers are computed as before.
+to overflow checks that nobody hears of.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def prepare_interpreter() -> None:
     _remember_dtypes()
     _remember_promotions()
     _keep_what_fits()
+    _multiply_in_double()
 
 
 def _mend_loops() -> None:
@@ -183,3 +184,21 @@ def _keep_what_fits() -> None:
         return (left, right) if left.shape is right.shape else broadcast(self, left, right)
 
     TritonSemantic.cast, TritonSemantic.broadcast_impl_value = cast_others, broadcast_others
+
+
+def _multiply_in_double() -> None:
+    """A row of a product has the same bits wherever it stands in a block, as on a GPU.
+
+    NumPy's BLAS sums the rows at a block's end in another order on some processors. In float64 that
+    order is lost when the sum is rounded to float32.
+    """
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        # Floats of 8 bits are stored as integers.
+        if d.data.dtype != np.float32 or not all(each.data.dtype.kind == "f" for each in (a, b)):
+            return dot(self, a, b, d, *options)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
