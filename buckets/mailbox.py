@@ -91,7 +91,8 @@ class Mailbox:
 
     def ready(self, sequence: int, lanes: int) -> bool:
         """True if every item of the first `lanes` lanes of replay `sequence` has arrived."""
-        return bool((self._tags_of(sequence, lanes) == (sequence & TAG_MASK)).all())
+        self._check(sequence, lanes)
+        return self._arrived(sequence, lanes) is not None
 
     def read(self, sequence: int, lanes: int) -> Payloads:
         """A copy of the payloads of replay `sequence`: for each lane the integers of its items.
@@ -161,6 +162,13 @@ class Mailbox:
         return self._tags[sequence % self.entries, :lanes]
 
     def _take(self, sequence: int, lanes: int) -> Payloads | None:
+        halves = self._arrived(sequence, lanes)
+        if halves is None:
+            return None
+        return list(zip(*[halves[column].tolist() for column in self._columns], strict=True))
+
+    def _arrived(self, sequence: int, lanes: int) -> memoryview | None:
+        """A copy of the items' 32-bit halves, payloads first; None if an item has another tag."""
         count = lanes * self.items_per_lane
         start = sequence % self.entries * self.lanes * self.items_per_lane
         # Copied first, then checked: on a processor that reorders loads (Grace), a tag read before
@@ -169,7 +177,7 @@ class Mailbox:
         # As bytes, since each integer would be made first.
         if halves[1::2].tobytes() != (sequence & TAG_MASK).to_bytes(4, "little") * count:
             return None
-        return list(zip(*[halves[column].tolist() for column in self._columns], strict=True))
+        return halves
 
     def _check_stream(self, stream: Queryable, sequence: int, lanes: int) -> None:
         try:
