@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         clear_blas_workspaces,
     )
     from graphengine.buckets.fields import Field, Owner, buffer_bytes, field_groups
+    from graphengine.buckets.graphs.carveouts import prefer_cache
     from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_edges
     from graphengine.buckets.graphs.launches import KernelLaunch, read_launches
     from graphengine.buckets.graphs.nodes import count_nodes
@@ -83,6 +84,7 @@ __all__ = [
     "field_groups",
     "format_bytes",
     "inspect_graph",
+    "prefer_cache",
     "programmatic_edges",
     "read_launches",
 ]
@@ -118,6 +120,7 @@ _HOMES = {
     "field_groups": "graphengine.buckets.fields",
     "format_bytes": "graphengine.buckets.budget",
     "inspect_graph": "graphengine.buckets.graphs.introspect",
+    "prefer_cache": "graphengine.buckets.graphs.carveouts",
     "programmatic_edges": "graphengine.buckets.graphs.introspect",
     "read_launches": "graphengine.buckets.graphs.launches",
 }

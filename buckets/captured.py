@@ -75,6 +75,8 @@ class CapturedGraph:
     uses: once one of them has moved, a replay raises, the 64th at the latest. `step` is kept until
     `close()`, so that everything it refers to lives as long as the graph. An error in the step is
     raised as a RuntimeError with the bucket's name, with the step's exception as its cause.
+    `adjust` is called with the recorded graph before it is instantiated, and may set attributes of
+    its nodes; its errors are raised like those of the step.
     """
 
     __slots__ = (
@@ -86,6 +88,7 @@ class CapturedGraph:
         "_report",
         "_step",
         "_warm_up_ms",
+        "adjust",
         "device",
         "is_direct",
         "name",
@@ -104,8 +107,10 @@ class CapturedGraph:
         pool: PoolHandle | None = None,
         buffers: StaticBuffers | None = None,
         warmups: int = 2,
+        adjust: Callable[[torch.cuda.CUDAGraph], object] | None = None,
     ) -> None:
         self.name = name
+        self.adjust = adjust
         self.device = torch.device(device)
         self.stream = stream
         self.pool = pool
@@ -195,6 +200,8 @@ class CapturedGraph:
                 with self._on_stream():
                     self._graph = graph = torch.cuda.CUDAGraph(keep_graph=True)
                     _record(graph, step, self.stream, self.device, self.pool)
+                    if self.adjust is not None:
+                        self.adjust(graph)
                     graph.instantiate()
                     _upload(graph, self.stream)
                     kinds = count_nodes(graph)
@@ -270,12 +277,14 @@ def capture_all(
     pool: PoolHandle | None = None,
     buffers: StaticBuffers | None = None,
     warmups: int = 2,
+    adjust: Callable[[str, torch.cuda.CUDAGraph], object] | None = None,
     on_capture: Callable[[CaptureReport], None] | None = None,
     around: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> dict[str, CapturedGraph]:
     """Warm up and capture the named steps, in the order given, on one stream and in one pool.
 
-    Put the largest bucket first: the others then reuse its memory. `on_capture` is called with each
+    Put the largest bucket first: the others then reuse its memory. `adjust` is called with the name
+    of each graph and the graph, before it is instantiated. `on_capture` is called with each
     report (for a progress bar); `around(name)` is a context entered around each graph's warm-up and
     capture. If a capture fails, those made before it are closed.
     """
@@ -294,6 +303,7 @@ def capture_all(
                 pool=pool,
                 buffers=buffers,
                 warmups=warmups,
+                adjust=None if adjust is None else partial(adjust, name),
             )
             undo.callback(graph.close)
             with around(name):

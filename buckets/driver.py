@@ -86,8 +86,8 @@ class Driver(Functions):
         """Queue the transfer of an instantiated graph to the device."""
         self.call("cuGraphUpload", executable, stream)
 
-    def node_types(self, graph: int) -> list[int]:
-        """CUgraphNodeType of each node of a graph that is not instantiated."""
+    def nodes(self, graph: int) -> list[tuple[int, int]]:
+        """The handle and the CUgraphNodeType of each node of a graph that is not instantiated."""
         count = ctypes.c_size_t()
         self.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
         if not count.value:
@@ -97,7 +97,7 @@ class Driver(Functions):
         found, kind = [], ctypes.c_int()
         for node in nodes:
             self.call("cuGraphNodeGetType", node, ctypes.byref(kind))
-            found.append(kind.value)
+            found.append((int(node or 0), kind.value))
         return found
 
 

@@ -415,8 +415,7 @@ class EngineConfig(RankOptions):
         None,
         doc="""arithmetic of the decode kernels, part of the numerics: "fma", for 1 or 2 lanes a
         step (lanes are rows times k + 1 tokens; with drafts that is one row and k=1), or "dot";
-        None: "fma" on a GPU if a step has one lane and max_seq_len is at most 4,096, "dot"
-        otherwise""",
+        None: "fma" on a GPU if a step has one lane, "dot" otherwise""",
         flag=Flag(),
     )
     speculative: Speculative | str | None = option(

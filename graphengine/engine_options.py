@@ -282,7 +282,7 @@ class EngineOptions(TypedDict, total=False):
     row_family: RowFamily | None
     """arithmetic of the decode kernels, part of the numerics: "fma", for 1 or 2 lanes a step
     (lanes are rows times k + 1 tokens; with drafts that is one row and k=1), or "dot"; None:
-    "fma" on a GPU if a step has one lane and max_seq_len is at most 4,096, "dot" otherwise
+    "fma" on a GPU if a step has one lane, "dot" otherwise
     """
 
     speculative: Speculative | str | None

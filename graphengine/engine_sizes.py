@@ -11,7 +11,7 @@ import torch
 
 from graphengine.buckets import BucketLadder
 from graphengine.kernels.linear.call import MAX_LANES
-from graphengine.kernels.linear.plans import RowFamily, row_family
+from graphengine.kernels.linear.plans import FMA_TOKENS, RowFamily, row_family
 from graphengine.options.adapters import USUAL_ADAPTERS, read_adapters
 from graphengine.options.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
 from graphengine.options.drafts.draft_schedule import DraftSchedule
@@ -159,19 +159,20 @@ class EngineSizes:
 
     @property
     def family(self) -> RowFamily:
-        """The engine's row family: `row_family`, the device's, or the one that fits its sizes."""
+        """The engine's row family: `row_family`, the device's, or the one that fits its lanes."""
         return self._family_of(self.lanes)
 
     @property
     def chain_family(self) -> RowFamily:
         """Row family of drafts that follow a draft: their launch has one lane a row, however many
-        lanes verification has. With several ranks it is `family`: `of_rank` passes on only one.
+        lanes verification has. With long requests it is `family`, whose kernels surround them; with
+        several ranks, too: `of_rank` passes on only one.
         """
-        return self.family if self.ranks > 1 else self._family_of(self.max_batch)
+        short = (self.max_seq_len or USUAL_SEQ_LEN) <= FMA_TOKENS
+        return self._family_of(self.max_batch) if short and self.ranks == 1 else self.family
 
     def _family_of(self, lanes: int) -> RowFamily:
-        asked = self.row_family or self.device_defaults.row_family
-        return asked or row_family(lanes, self.max_seq_len or USUAL_SEQ_LEN)
+        return self.row_family or self.device_defaults.row_family or row_family(lanes)
 
     @property
     def launched_ahead(self) -> int:

@@ -69,7 +69,7 @@ def _kernels(structure: GraphStructure, path: str) -> Iterator[tuple[str, GraphN
             yield from _kernels(nested, f"{path}{node.index}/{number}/")
 
 
-class _KernelNodeParams(ctypes.Structure):
+class KernelNodeParams(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = (
@@ -87,7 +87,7 @@ class _KernelNodeParams(ctypes.Structure):
 _SIZE = ctypes.POINTER(ctypes.c_size_t)
 # The names that libcuda exports. The last two came with CUDA 12.4.
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "cuGraphKernelNodeGetParams_v2": (ctypes.c_void_p, ctypes.POINTER(_KernelNodeParams)),
+    "cuGraphKernelNodeGetParams_v2": (ctypes.c_void_p, ctypes.POINTER(KernelNodeParams)),
     "cuFuncGetParamInfo": (ctypes.c_void_p, ctypes.c_size_t, _SIZE, _SIZE),
     "cuKernelGetParamInfo": (ctypes.c_void_p, ctypes.c_size_t, _SIZE, _SIZE),
 }
@@ -110,7 +110,7 @@ class Library:
 
     def read(self, node: int) -> dict[str, Any]:
         """`function` and `parameters` of a kernel node; RuntimeError if the driver refuses."""
-        params = _KernelNodeParams()
+        params = KernelNodeParams()
         status = self._functions["cuGraphKernelNodeGetParams_v2"](node, ctypes.byref(params))
         if status:
             raise RuntimeError(f"cuGraphKernelNodeGetParams failed with CUresult {status}")
@@ -119,7 +119,7 @@ class Library:
             "parameters": self._parameters(params),
         }
 
-    def _parameters(self, params: _KernelNodeParams) -> tuple[bytes, ...] | None:
+    def _parameters(self, params: KernelNodeParams) -> tuple[bytes, ...] | None:
         if not params.parameters:
             return None if params.extra else ()
         sizes = self._parameter_sizes(params.function or 0, params.kernel or 0)

@@ -35,7 +35,7 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int] | None:
     if library is None:
         return None
     counts = dict.fromkeys(KINDS, 0)
-    for number in library.node_types(int(graph.raw_cuda_graph())):
+    for _, number in library.nodes(int(graph.raw_cuda_graph())):
         counts[KINDS[min(number, len(KINDS) - 1)]] += 1
     return counts
 

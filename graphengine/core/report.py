@@ -131,10 +131,7 @@ def _why(config: EngineConfig, memory: MemoryPlan) -> str:
         return "asked for"
     if config.device_defaults.row_family:
         return f"for a {memory.device.type.upper()}"
-    size = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
-    if config.lanes == 1:
-        size += f" and max_seq_len {memory.max_seq_len}"
-    return f"for {size}"
+    return f"for {config.lanes} lanes" if config.drafts else f"for max_batch {config.max_batch}"
 
 
 def statistics(

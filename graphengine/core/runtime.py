@@ -51,6 +51,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
     Allocation,
     allocate,
+    ask_for_cache,
     compile_steps,
     graph_steps,
     swap_blocks,
@@ -184,6 +185,7 @@ class Runtime(SlotOperations, Waits):
                 stream=self.stream,
                 buffers=self.buffers,
                 warmups=0 if self.stream is None else 2,
+                adjust=partial(ask_for_cache, self.plans.family, memory.device),
                 around=self._around_capture,
             )
             if self.stream is None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from graphengine.buckets import Mailbox, StaticBuffers
+from graphengine.buckets import Mailbox, StaticBuffers, prefer_cache
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.host.logprobs import Logprobs
@@ -22,6 +22,7 @@ from graphengine.kernels.attention.decode import TREE_SPLIT
 from graphengine.kernels.core.devices import overlaps_launches
 from graphengine.kernels.core.launching import KernelCompilation, compile_kernels
 from graphengine.kernels.core.triton_versions import warn_if_untried
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.swap import copy_blocks
@@ -442,6 +443,16 @@ def _run(program: StepProgram, key: GraphKey) -> None:
         program.note(key.size)
     else:
         program.prefill(key.size, key.variant)
+
+
+def ask_for_cache(
+    family: RowFamily, device: torch.device, name: str, graph: torch.cuda.CUDAGraph
+) -> None:
+    """Have the kernels of a decode graph, not instantiated yet, leave a multiprocessor's memory to
+    its cache, where weights go to registers by it. In the `dot` family they go to shared memory.
+    """
+    if family == "fma" and name.startswith("decode/"):
+        prefer_cache(graph, device)
 
 
 def compile_steps(

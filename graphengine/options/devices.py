@@ -36,7 +36,7 @@ def check_device(device: object) -> None:
 class DeviceDefaults:
     """Defaults of options that depend on the kind of device.
 
-    row_family  None: the one that fits an engine's lanes and `max_seq_len`
+    row_family  None: the one that fits an engine's lanes
     """
 
     lookahead: int

@@ -27,7 +27,8 @@ DOT_LANES = 32
 """Most lanes of a program of the `dot` family."""
 
 FMA_TOKENS = 4096
-"""The longest requests, in tokens, for which engines choose `fma` by default."""
+"""The longest requests, in tokens, for which attention beside `fma` has short splits. Engines for
+longer ones do not compute chains of drafts in `fma`."""
 
 FMA_THREAD_BYTES = 96 * 4
 """Most bytes of weights that an `fma` plan gives a thread: they fill 96 of its registers."""
@@ -55,16 +56,15 @@ class LinearPlan(NamedTuple):
     """Whether the launch after this one may start early, with programmatic dependent launch."""
 
 
-def row_family(lanes: int, max_seq_len: int) -> RowFamily:
+def row_family(lanes: int) -> RowFamily:
     """The family of an engine whose largest launch has `lanes` lanes.
 
     With `fma` two lanes cost half as much again as one, because the loads of the weights no longer
-    hide products made in registers; `dot` costs 5 % more than one lane of `fma` (an 8B model on an
-    H200). But those registers leave no room for attention: from contexts of about 3,000 tokens on,
-    `dot` is faster for one lane too, by 13 % at 8,192 tokens and by 10 % at 32,768. Where most
-    layers see a window it is not: Gemma 3 4B takes 20 % longer in `dot` at 8,192 tokens.
+    hide products made in registers. One lane of an 8B model on an H200 costs 7 % more in `dot`, and
+    at 8,192 and 32,768 tokens 2 and 1 % more; one of Gemma 3 4B, most of whose layers see a window,
+    22 % more at 8,192 tokens. That needs kernels that ask for cache: see `prefer_cache`.
     """
-    return "fma" if lanes == 1 and max_seq_len <= FMA_TOKENS else "dot"
+    return "fma" if lanes == 1 else "dot"
 
 
 def dot_columns(columns: int) -> int:

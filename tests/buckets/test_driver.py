@@ -71,7 +71,7 @@ def test_nodes_are_counted(monkeypatch: pytest.MonkeyPatch, types: list[int]) ->
         return 0
 
     library = Driver(driver_library(cuGraphGetNodes=get_nodes, cuGraphNodeGetType=get_type))
-    assert library.node_types(GRAPH) == types
+    assert library.nodes(GRAPH) == [(STREAM + place, kind) for place, kind in enumerate(types)]
     monkeypatch.setattr(module, "driver", lambda: library)
     graph: Any = SimpleNamespace(raw_cuda_graph=lambda: GRAPH)
     kinds = {"kernel": 3, "memcpy": 1, "memset": 1, "other": 2} if types else {}

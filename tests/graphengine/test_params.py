@@ -22,7 +22,7 @@ from graphengine.options.devices import DTYPES
 from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams
-from graphengine.speculative import UserProvided
+from graphengine.speculative import NGram, UserProvided
 from graphengine.text.tokenizer import TextStream, Tokenizer
 
 # As in vllm/sampling_params.py; stop_token_ids of None are kept as ().
@@ -467,14 +467,16 @@ def test_the_row_family_follows_from_max_batch_unless_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("max_seq_len", "asked", "family"),
-    [(4096, None, "fma"), (4097, None, "dot"), (8192, "fma", "fma")],
+    ("max_seq_len", "asked", "chain"),
+    [(4096, None, "fma"), (4097, None, "dot"), (4096, "dot", "dot"), (None, None, "fma")],
 )
-def test_one_row_of_long_requests_takes_dot_unless_asked_for(
-    max_seq_len: int, asked: Any, family: str
+def test_chains_of_drafts_of_long_requests_are_in_their_engines_family(
+    max_seq_len: int | None, asked: Any, chain: str
 ) -> None:
-    config = EngineConfig(device="cpu", max_batch=1, max_seq_len=max_seq_len, row_family=asked)
-    assert config.family == family
+    sizes: Any = {"max_batch": 1, "max_seq_len": max_seq_len}
+    config = EngineConfig(device="cpu", row_family=asked, speculative=NGram(k=3), **sizes)
+    assert (config.family, config.chain_family) == ("dot", chain)
+    assert EngineConfig(device="cpu", row_family=asked, **sizes).family == (asked or "fma")
 
 
 def test_a_cuda_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

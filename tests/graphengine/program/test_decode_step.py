@@ -304,7 +304,7 @@ def test_the_report_says_which_kernels_run_and_why(
 ) -> None:
     on = "on" if pdl and case[0] == "cuda" else "off"
     for options, why in (
-        ({"max_batch": 1}, "fma (for max_batch 1 and max_seq_len 512)"),
+        ({"max_batch": 1}, "fma (for max_batch 1)"),
         ({"max_batch": 3}, "dot (for max_batch 3)"),
         ({"max_batch": 1, "row_family": "dot"}, "dot (asked for)"),
         ({"max_batch": 1, "speculative": NGram(k=3)}, "dot (for 4 lanes)"),

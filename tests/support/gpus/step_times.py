@@ -7,31 +7,28 @@ To compare versions run them in turn on one GPU: a line for each engine names th
 --kernels the line also has the time of each kernel, from an engine without programmatic dependent
 launch, whose kernels do not overlap.
 
-With --carveout all Triton kernels ask the driver for this share of a multiprocessor's memory as
-shared memory, in percent. Triton itself asks only where a kernel has more than 48 KB of it, and a
-kernel that wants another division than the one before cannot begin beside it.
+With --driver-divides no kernel asks for cache (`prefer_cache`): the driver divides the memory of
+multiprocessors as it would by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import hashlib
 import json
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from graphengine import Engine, SamplingParams
+from graphengine.buckets.graphs import carveouts
 from graphengine.observe.environment import environment
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.kernel_times import decode_launches, kernel_times
@@ -44,7 +41,14 @@ ENGINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama-8b": ("llama-8b", {}),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", {}),
     "qwen3-0.6b": ("qwen3-0.6b", {}),
-    "llama-1b of 8 rows": ("llama-1b", {"max_batch": 8}),
+    "llama-1b, 8 rows": ("llama-1b", {"max_batch": 8}),
+    "qwen3-0.6b, 8 rows": ("qwen3-0.6b", {"max_batch": 8}),
+    "llama-8b, 8 rows": ("llama-8b", {"max_batch": 8}),
+    "llama-8b in int4": ("llama-8b", {"quantize": "int4"}),
+    "gpt-oss-20b": ("gpt-oss-20b", {}),
+    "gpt-oss-20b, 8 rows": ("gpt-oss-20b", {"max_batch": 8}),
+    "deepseek-v2-lite": ("deepseek-v2-lite", {}),
+    "qwen3.5-4b": ("qwen3.5-4b", {}),
     "llama-8b, 8,192 tokens, dot": ("llama-8b", {"max_seq_len": 8704, "row_family": "dot"}),
     "llama-8b, 8,192 tokens, fma": ("llama-8b", {"max_seq_len": 8704, "row_family": "fma"}),
     "tiny": ("tiny", {}),
@@ -53,18 +57,16 @@ SIZES = {"max_batch": 1, "max_seq_len": 512, "prefill_buckets": (64,)}
 RUNS, TOKENS = 3, 400
 # The first steps still fill the pipeline, the last ones are decided on the host.
 _FIRST, _LAST = 40, 10
-# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-_CARVEOUT = 9
 
 
 def run(engine: Engine) -> tuple[float, list[int]]:
-    """Microseconds of a step, the median of a greedy request, and its tokens."""
+    """Microseconds of a step with greedy requests in all rows, the median; the first's tokens."""
     drawn = torch.Generator().manual_seed(100)
     most = engine.model.config.vocab_size
     length = max(40, engine.config.max_seq_len - TOKENS - 112)
     prompt = torch.randint(5, most, (length,), generator=drawn).tolist()
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    request = engine.submit(prompt, params)
+    request, *_ = [engine.submit(prompt[row:], params) for row in range(engine.config.max_batch)]
     ends = []
     while engine.busy:
         engine.step()
@@ -72,23 +74,6 @@ def run(engine: Engine) -> tuple[float, list[int]]:
     gaps = [after - before for before, after in pairwise(ends)]
     tokens = [int(token) for token in request.result().token_ids]
     return 1e6 * statistics.median(gaps[_FIRST:-_LAST]), tokens
-
-
-def prefer_shared(percent: int) -> Counter[int]:
-    """Have kernels that Triton loads from now on ask for this carve-out; the results are counted,
-    0 where the driver took it.
-    """
-    driver, results = ctypes.CDLL("libcuda.so.1"), Counter[int]()
-
-    def loaded(module: object, function: int, *_: object) -> None:
-        results[driver.cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, percent)] += 1
-
-    hook = triton.knobs.runtime.kernel_load_end_hook
-    if hasattr(hook, "add"):
-        hook.add(loaded)
-    else:
-        triton.knobs.runtime.kernel_load_end_hook = loaded
-    return results
 
 
 def measure(name: str, device: str) -> dict[str, Any]:
@@ -130,14 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", default=[*ENGINES], choices=[*ENGINES])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", action="store_true", help="also the time of each kernel")
-    parser.add_argument("--carveout", type=int, help="percent that every kernel asks for")
+    parser.add_argument("--driver-divides", action="store_true", help="no kernel asks for cache")
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for each")
     options = parser.parse_args(arguments)
-    taken = None if options.carveout is None else prefer_shared(options.carveout)
+    if options.driver_divides:
+        carveouts.wants_cache = lambda needs, multiprocessors: False
     for name in options.engines:
-        found = measure(name, options.device)
-        if taken is not None:
-            found["carveout"] = {"percent": options.carveout, "results": dict(taken)}
+        found = measure(name, options.device) | {"driver_divides": options.driver_divides}
         if options.kernels:
             gc.collect()
             found["kernel_us"] = kernels(name, options.device)
