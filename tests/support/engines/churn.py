@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -134,6 +135,8 @@ class Owners:
     def _check_one(self, request: Request, expected: Result) -> None:
         count = len(request.token_ids)
         assert tuple(request.token_ids) == expected.token_ids[:count], f"{request}"
+        if expected.codes is not None:
+            assert np.array_equal(request.result().codes, expected.codes[:count]), f"{request}"
         if request.id in self.stopped:
             assert request.finish_reason == "stop" and request.stop_reason is None
         elif request.finish_reason not in ("cancelled", "deadline"):
