@@ -19,7 +19,7 @@ from graphengine.speculative import NGram, UserProvided
 CASES: list[tuple[dict[str, Any], tuple[int, str], tuple[int, str]]] = [
     # Options, lookahead and family on a CPU, and on a GPU.
     ({"max_batch": 1}, (0, "dot"), (1, "fma")),
-    ({"max_batch": 1, "max_seq_len": 8192}, (0, "dot"), (1, "dot")),
+    ({"max_batch": 1, "max_seq_len": 8192}, (0, "dot"), (1, "fma")),
     ({"max_batch": 1, "speculative": NGram(k=3)}, (0, "dot"), (1, "dot")),
     ({"max_batch": 8}, (0, "dot"), (1, "dot")),
     ({"max_batch": 8, "speculative": UserProvided(2)}, (0, "dot"), (0, "dot")),
