@@ -20,6 +20,7 @@ from graphengine.kernels.experts.experts_triton import (
 )
 from graphengine.kernels.experts.experts_triton_sums import combine_kernel
 from graphengine.kernels.experts.grouping import Grouping
+from graphengine.kernels.experts.packed.packed_chunk import launch_chunk, takes_chunk
 from graphengine.kernels.experts.packed.packed_decode import launch_packed, takes
 from graphengine.kernels.experts.packed.weights import (
     CodeArgs,
@@ -51,7 +52,7 @@ def launch_inner(
     """Multiply by gates and ups, or by ups, and apply the activation, in one launch."""
     weight, grouping = product.weight_EMK, product.grouping
     if not isinstance(tile, LinearPlan):
-        _launch_product(product, tile, out, activation)
+        _launch_chunk(product, tile, out, activation)
     elif takes(weight, product.x):
         launch_packed(product, tile, out, activation)
     elif tile.family == "fma" and grouping is None and isinstance(weight, torch.Tensor):
@@ -89,7 +90,7 @@ def launch_sum(
     product: PairProduct, tile: ProductTile, *, products: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Multiply by down, and sum each lane's experts, in two launches."""
-    _launch_product(product, tile, products)
+    _launch_chunk(product, tile, products, NO_ACTIVATION)
     lanes, hidden = out.shape
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
     launcher(combine_kernel, grid)(
@@ -107,6 +108,16 @@ def launch_sum(
         num_warps=4,
         **product.options,
     )
+
+
+def _launch_chunk(
+    product: PairProduct, tile: ProductTile, out: torch.Tensor, activation: ActivationArgs
+) -> None:
+    """Multiply the pairs of a chunk; NO_ACTIVATION for down."""
+    if takes_chunk(product, activation):
+        launch_chunk(product, out, activation)
+    else:
+        _launch_product(product, tile, out, None if activation is NO_ACTIVATION else activation)
 
 
 def _launch_product(

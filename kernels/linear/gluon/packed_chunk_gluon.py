@@ -143,8 +143,23 @@ def packed_chunk_kernel(
 def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
     """In one warp, load the codes and inputs of each step as soon as there is room for them."""
     rings, tiles, inputs, codes = brought
-    x, words, there, free = rings
     all_tiles, lane_tiles = tiles
+    L: gl.constexpr = inputs.block_shape[0]
+    R: gl.constexpr = codes.block_shape[0]
+    count = 0
+    for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
+        lane = tile % lane_tiles * L
+        block = tile // lane_tiles * R
+        count = bring_tile(rings, inputs, codes, lane, block, count, K, DEPTH)
+
+
+@gluon.jit
+def bring_tile(rings, inputs, codes, lane, block, count, K: gl.constexpr, DEPTH: gl.constexpr):
+    """Load the codes and inputs of a tile's steps, from these lanes and blocks of rows on.
+
+    `count` steps came before; returns how many there are then.
+    """
+    x, words, there, free = rings
     L: gl.constexpr = inputs.block_shape[0]
     WIDTH: gl.constexpr = inputs.block_shape[1]
     PIECES: gl.constexpr = _UNIT // WIDTH
@@ -153,78 +168,86 @@ def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
     STAGES: gl.constexpr = there.shape[0]
     STEPS: gl.constexpr = (K + DEPTH * _UNIT - 1) // (DEPTH * _UNIT)
     BYTES: gl.constexpr = DEPTH * (L * _UNIT * 2 + R * LINES * 128)
-    count = 0
-    for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
-        lane = tile % lane_tiles * L
-        block = tile // lane_tiles * R
-        for step in range(STEPS):
-            stage = count % STAGES
-            # The first use of a stage does not wait: the phase before a barrier's first counts as
-            # complete.
-            mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            barrier = there.index(stage)
-            mbarrier.expect(barrier, BYTES)
-            for depth in gl.static_range(DEPTH):
-                unit = step * DEPTH + depth
-                place = stage * DEPTH + depth
-                line = unit * LINES
-                load_tile(codes, [block, line, 0], barrier, words.index(place))
-                for piece in gl.static_range(PIECES):
-                    at = [lane, unit * _UNIT + piece * WIDTH]
-                    part = x.index(place * PIECES + piece)
-                    load_tile(inputs, at, barrier, part)
-            count += 1
+    for step in range(STEPS):
+        stage = count % STAGES
+        # The first use of a stage does not wait: the phase before a barrier's first counts as
+        # complete.
+        mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+        barrier = there.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        for depth in gl.static_range(DEPTH):
+            unit = step * DEPTH + depth
+            place = stage * DEPTH + depth
+            line = unit * LINES
+            load_tile(codes, [block, line, 0], barrier, words.index(place))
+            for piece in gl.static_range(PIECES):
+                at = [lane, unit * _UNIT + piece * WIDTH]
+                part = x.index(place * PIECES + piece)
+                load_tile(inputs, at, barrier, part)
+        count += 1
+    return count
 
 
 @gluon.jit
 def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
     """In one warp group, multiply and store its 64 rows of each of the program's tiles."""
     rings, y, tiles, factors, out_ptr, lanes, out_stride = rows
-    x, words, there, free = rings
     all_tiles, lane_tiles = tiles
+    L: gl.constexpr = rings[0].shape[1]
+    R: gl.constexpr = rings[1].shape[1]
+    count = 0
+    for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
+        first_block = tile // lane_tiles * R + WHICH * 4
+        total, count = multiply_tile(rings, factors, (0, first_block), count, WHICH, form)
+        place = (lanes, tile % lane_tiles * L, first_block)
+        outputs: gl.constexpr = (form[0], form[5], form[6], form[7])
+        store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
+
+
+@gluon.jit
+def multiply_tile(rings, factors, blocks, count, WHICH: gl.constexpr, form: gl.constexpr):
+    """Multiply 64 rows of a tile; returns the sums [64, L], and the steps that there were then.
+
+    `blocks` are the first block of the weight, and the rows' first one, counted from that; `count`
+    steps came before. `form` is as in `packed_chunk_kernel`.
+    """
+    x, words, there, free = rings
     K: gl.constexpr = form[1]
     DEPTH: gl.constexpr = form[8]
     L: gl.constexpr = x.shape[1]
-    R: gl.constexpr = words.shape[1]
     STAGES: gl.constexpr = there.shape[0]
     COLUMNS: gl.constexpr = DEPTH * _UNIT
     STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
     product: gl.constexpr = _product_layout(L)
-
-    count = 0
-    for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
-        first_block = tile // lane_tiles * R + WHICH * 4
-        total = gl.zeros([64, L], gl.float32, product)
-        sums = ()
-        for _ in gl.static_range(_at_once(form[10], L)):
-            sums += (total,)  # type: ignore[assignment]
-        groups = _load_groups(factors, first_block, 0, form)
+    total = gl.zeros([64, L], gl.float32, product)
+    sums = ()
+    for _ in gl.static_range(_at_once(form[10], L)):
+        sums += (total,)  # type: ignore[assignment]
+    groups = _load_groups(factors, blocks, 0, form)
+    stage = count % STAGES
+    mbarrier.wait(there.index(stage), count // STAGES & 1)
+    halves = _convert(words, stage, WHICH, groups, x, product, factors, form)
+    mbarrier.wait(there.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=STEPS > 1)
+    for step in range(STEPS):
         stage = count % STAGES
-        mbarrier.wait(there.index(stage), count // STAGES & 1)
-        halves = _convert(words, stage, WHICH, groups, x, product, factors, form)
-        mbarrier.wait(there.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=STEPS > 1)
-        for step in range(STEPS):
-            stage = count % STAGES
-            first = stage * (DEPTH * (_UNIT // x.shape[2]))
-            next_groups = _load_groups(factors, first_block, (step + 1) * COLUMNS, form)
-            begun = _begin_step(halves, x, first, total, sums, form)
-            # After the last step of a tile the halves converted here are not used.
-            after = (count + 1) % STAGES
-            ahead = _convert(words, after, WHICH, next_groups, x, product, factors, form)
-            # The next iteration's wait. Waiting here keeps the compiler from converting after
-            # `wgmma`.
-            later = count + 2
-            mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
-            sums, halves, ahead = _wait(begun, halves, ahead)
-            total, sums, ahead = _end_step(halves, x, first, total, sums, ahead, groups, form)
-            sync_threads()
-            mbarrier.arrive(free.index(stage), count=1)
-            halves = ahead
-            groups = next_groups
-            count += 1
-        place = (lanes, tile % lane_tiles * L, first_block)
-        outputs: gl.constexpr = (form[0], form[5], form[6], form[7])
-        store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
+        first = stage * (DEPTH * (_UNIT // x.shape[2]))
+        next_groups = _load_groups(factors, blocks, (step + 1) * COLUMNS, form)
+        begun = _begin_step(halves, x, first, total, sums, form)
+        # After the last step of a tile the halves converted here are not used.
+        after = (count + 1) % STAGES
+        ahead = _convert(words, after, WHICH, next_groups, x, product, factors, form)
+        # The next iteration's wait. Waiting here keeps the compiler from converting after
+        # `wgmma`.
+        later = count + 2
+        mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
+        sums, halves, ahead = _wait(begun, halves, ahead)
+        total, sums, ahead = _end_step(halves, x, first, total, sums, ahead, groups, form)
+        sync_threads()
+        mbarrier.arrive(free.index(stage), count=1)
+        halves = ahead
+        groups = next_groups
+        count += 1
+    return total, count
 
 
 @gluon.constexpr_function
@@ -284,7 +307,7 @@ def _begin(halves, x, place, FIRST: gl.constexpr, COUNT: gl.constexpr, total, AD
 
 
 @gluon.jit
-def _load_groups(factors, first_block, column, form: gl.constexpr):
+def _load_groups(factors, blocks, column, form: gl.constexpr):
     """Load a step's scales and zeros from `column` on: [64, G] for every PART units, which share
     those of their first one.
     """
@@ -300,7 +323,8 @@ def _load_groups(factors, first_block, column, form: gl.constexpr):
         layout: gl.constexpr = gl.SliceLayout(2, half_layout(SPAN))
         row = gl.arange(0, 64, gl.SliceLayout(1, layout))
         span = gl.arange(0, _UNIT // SPAN, gl.SliceLayout(0, layout)) * SPAN + column
-        block = gl.minimum(first_block + row // 16, BLOCKS - 1)
+        base, first_block = blocks
+        block = base + gl.minimum(first_block + row // 16, BLOCKS - 1)
         at = (block * (GROUPS * 16) + row % 16)[:, None]
         for unit in gl.static_range(0, DEPTH, PART):
             # Past the end the last ones repeat, for columns or rows that do not exist.

@@ -39,6 +39,7 @@ from graphengine.kernels.linear.prefill.chunk_tiles import (
     described,
 )
 from graphengine.kernels.linear.prefill.lane_codes import LaneCodes, lane_values
+from graphengine.kernels.linear.prefill.linear_swiglu import GLUON_DTYPES
 from graphengine.kernels.linear.prefill.packed_chunk_fp8 import (
     Fp8Tile,
     check_lane_codes,
@@ -48,7 +49,6 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.linear.reference import matmul_groups
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 # Blocks of rows of a weight that the reference holds in float32 at a time.
 _REFERENCE_BLOCKS = 128
 
@@ -231,7 +231,8 @@ class ChunkForm(NamedTuple):
     width: int
 
 
-def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
+def chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
+    """How the kernel adds up the columns of a weight for inputs of this dtype."""
     scales, kind = weight.scales, weight.format
     if scales is None:
         return ChunkForm(0, False, 1, UNIT)
@@ -288,11 +289,11 @@ def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
         # The address of the inputs must not change the bits of the result.
         x = x.clone(memory_format=torch.contiguous_format)
     processors = processors_of(x)
-    form = _chunk_form(weight, x.dtype)
+    form = chunk_form(weight, x.dtype)
     tile = tile or chunk_tile(form, M, lanes, processors)
     lines, blocks = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
     launcher(packed_chunk_kernel, product.grid(tile, processors))(
-        described(x, [tile.lanes, form.width], _DTYPES[x.dtype]),
+        described(x, [tile.lanes, form.width], GLUON_DTYPES[x.dtype]),
         described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
         product.factors,
         out,
@@ -308,13 +309,13 @@ def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
         WARP_GROUPS=tile.warp_groups,
         PART=form.units,
         DEPTH=form.units * tile.depth,
-        STAGES=_stages(form, kind.bits, tile),
+        STAGES=stages_of(form, kind.bits, tile),
         **tile.options,
         **launch_options(pdl),
     )
 
 
-def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
+def stages_of(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
     """Steps that fit shared memory beside the outputs on their way to memory."""
     step = form.units * tile.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
     return tile.stages_of(step, tile.lanes * tile.rows * 2)

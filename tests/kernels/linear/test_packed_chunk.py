@@ -328,9 +328,9 @@ def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, change
 def test_tiles_fit_shared_memory(name, M, lanes):
     weight = pack(random_quantised(name, 16, 64))
     for dtype in (FP16, BF16):
-        form = MODULE._chunk_form(weight, dtype)
+        form = MODULE.chunk_form(weight, dtype)
         tile = MODULE.chunk_tile(form, M, lanes, 132)
-        assert MODULE._stages(form, weight.format.bits, tile) >= 3
+        assert MODULE.stages_of(form, weight.format.bits, tile) >= 3
         assert tile.lanes >= min(lanes, 128)
 
 
@@ -355,7 +355,7 @@ def test_tiles_fit_shared_memory(name, M, lanes):
 def test_a_tile_is_the_one_whose_programs_end_first(name, M, lanes, tile):
     kind = {"e4m3 rows": WeightFormat("e4m3", 1, 0), "int4 groups": WeightFormat("int4", 1, 128)}
     weight = empty_packed(packed_form(kind[name], BF16), (16, 64), swiglu=False, device="cpu")
-    assert MODULE.chunk_tile(MODULE._chunk_form(weight, BF16), M, lanes, 132) == tile
+    assert MODULE.chunk_tile(MODULE.chunk_form(weight, BF16), M, lanes, 132) == tile
 
 
 # The code.
