@@ -30,6 +30,8 @@ from graphengine.kernels.linear.prefill.packed_chunk import (
     stages_of,
 )
 
+# Of a tile: sums that are scaled by groups take twice the registers.
+_MOST_PAIRS = 128
 # Of a program that puts inputs in order, at a time.
 _GATHERED_ROWS, _GATHERED_COLUMNS = 16, 256
 
@@ -45,6 +47,7 @@ def takes_chunk(product: PairProduct, activation: ActivationArgs) -> bool:
         and use_wgmma(x)
         and activation.squares_TN is None
         and grouping is not None
+        and grouping.size <= _MOST_PAIRS
     )
 
 
@@ -95,7 +98,9 @@ def launch_chunk(
 
 def tile_of(form: ChunkForm, M: int, size: int, processors: int) -> ChunkTile:
     """The tile for blocks of this many pairs; it affects speed only."""
-    return ChunkTile(size) if size > UNIT else chunk_tile(form, M, size, processors)
+    if size > UNIT:
+        return ChunkTile(_MOST_PAIRS)
+    return chunk_tile(form, M, size, processors)
 
 
 def _in_order(product: PairProduct) -> torch.Tensor:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
-from graphengine.kernels.linear.gluon.packed_chunk_gluon import bring_tile, multiply_tile
+from graphengine.kernels.linear.gluon.packed_chunk_gluon import (
+    REGISTERS,
+    bring_tile,
+    multiply_tile,
+    new_rings,
+)
 from graphengine.kernels.norm_rope.activation import gated, squared
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -25,8 +30,6 @@ _gated = gluon.jit(gated.fn)
 _squared = gluon.jit(squared.fn)
 
 _UNIT = gl.constexpr(UNIT)
-# Registers of a thread: in the warp groups, and in the warp that loads tiles.
-_REGISTERS = gl.constexpr((240, 24))
 
 
 @gluon.jit
@@ -60,21 +63,13 @@ def packed_experts_chunk_kernel(
     other constants are as in `packed_chunk_kernel` and `product_kernel`.
     """
     L: gl.constexpr = inputs.block_shape[0]
-    WIDTH: gl.constexpr = inputs.block_shape[1]
-    PIECES: gl.constexpr = _UNIT // WIDTH
+    PIECES: gl.constexpr = _UNIT // inputs.block_shape[1]
     R: gl.constexpr = codes.block_shape[0]
-    LINES: gl.constexpr = codes.block_shape[1]
     ROWS: gl.constexpr = 32 if SWIGLU else 64
     gl.static_assert(R == 4 * WARP_GROUPS and STAGES > 2)
     y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, ROWS], inputs.dtype)
-    x = gl.allocate_shared_memory(inputs.dtype, [STAGES * DEPTH * PIECES, L, WIDTH], inputs.layout)
-    words = gl.allocate_shared_memory(gl.int16, [STAGES * DEPTH, R, LINES, 64], codes.layout)
+    rings = new_rings(inputs, codes, WARP_GROUPS, DEPTH, STAGES)
     y = gl.allocate_shared_memory(inputs.dtype, [WARP_GROUPS, L, ROWS], y_layout)
-    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(STAGES):
-        mbarrier.init(there.index(index), count=1)
-        mbarrier.init(free.index(index), count=WARP_GROUPS)
     fence_async_shared()
     _wait_for_inputs(PDL, True)
 
@@ -83,7 +78,6 @@ def packed_experts_chunk_kernel(
     SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
     form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, HELD_ROWS, DEPTH, PART, SUMS)
     cut: gl.constexpr = (BLOCKS, EXPERTS, HELD_ROWS, LIMIT, SLOPE)
-    rings = (x, words, there, free)
     brought = (rings, blocks_ptr, inputs, codes)
     rows = (rings, y, blocks_ptr, order_ptr, factors, out_ptr)
     if WARP_GROUPS == 2:
@@ -94,7 +88,7 @@ def packed_experts_chunk_kernel(
                 (_bring_tiles, (brought, form, cut)),
             ],
             [4, 1],
-            _REGISTERS,
+            REGISTERS,
         )
     else:
         gl.warp_specialize(
@@ -103,7 +97,7 @@ def packed_experts_chunk_kernel(
                 (_bring_tiles, (brought, form, cut)),
             ],
             [1],
-            [_REGISTERS[1]],
+            [REGISTERS[1]],
         )
 
 

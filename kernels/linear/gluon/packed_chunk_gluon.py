@@ -39,7 +39,7 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 _UNIT = gl.constexpr(UNIT)
 # Registers of a thread: in the warp groups, and in the warp that loads tiles.
-_REGISTERS = gl.constexpr((240, 24))
+REGISTERS = gl.constexpr((240, 24))
 
 
 class Factors(NamedTuple):
@@ -89,28 +89,19 @@ def packed_chunk_kernel(
     warp group has 64 rows, and a step has DEPTH times 64 columns.
     """
     L: gl.constexpr = inputs.block_shape[0]
-    WIDTH: gl.constexpr = inputs.block_shape[1]
-    PIECES: gl.constexpr = _UNIT // WIDTH
+    PIECES: gl.constexpr = _UNIT // inputs.block_shape[1]
     R: gl.constexpr = codes.block_shape[0]
-    LINES: gl.constexpr = codes.block_shape[1]
     ROWS: gl.constexpr = 32 if SWIGLU or SPLIT_ROWS else 64
     gl.static_assert(R == 4 * WARP_GROUPS and STAGES > 2)
     y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, ROWS], inputs.dtype)
-    x = gl.allocate_shared_memory(inputs.dtype, [STAGES * DEPTH * PIECES, L, WIDTH], inputs.layout)
-    words = gl.allocate_shared_memory(gl.int16, [STAGES * DEPTH, R, LINES, 64], codes.layout)
+    rings = new_rings(inputs, codes, WARP_GROUPS, DEPTH, STAGES)
     y = gl.allocate_shared_memory(inputs.dtype, [WARP_GROUPS, L, ROWS], y_layout)
-    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(STAGES):
-        mbarrier.init(there.index(index), count=1)
-        mbarrier.init(free.index(index), count=WARP_GROUPS)
     fence_async_shared()
     _wait_for_inputs(PDL, True)
 
     BLOCKS: gl.constexpr = (M // 2 + 7) // 8 if ROWS == 32 else (M + 15) // 16
     lane_tiles = (lanes + L - 1) // L
     tiles = ((BLOCKS + R - 1) // R * lane_tiles, lane_tiles)
-    rings = (x, words, there, free)
     rows = (rings, y, tiles, factors, out_ptr, lanes, out_stride)
     brought = (rings, tiles, inputs, codes)
     # Sums of a step that are scaled before they are added; each is of PART units, or of a piece of
@@ -126,7 +117,7 @@ def packed_chunk_kernel(
                 (_bring_tiles, (brought, K, DEPTH)),
             ],
             [4, 1],
-            _REGISTERS,
+            REGISTERS,
         )
     else:
         gl.warp_specialize(
@@ -135,8 +126,28 @@ def packed_chunk_kernel(
                 (_bring_tiles, (brought, K, DEPTH)),
             ],
             [1],
-            [_REGISTERS[1]],
+            [REGISTERS[1]],
         )
+
+
+@gluon.jit
+def new_rings(inputs, codes, WARP_GROUPS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for the inputs and the codes of STAGES steps, and the barriers at which they
+    are there, and free again.
+    """
+    L: gl.constexpr = inputs.block_shape[0]
+    WIDTH: gl.constexpr = inputs.block_shape[1]
+    PIECES: gl.constexpr = _UNIT // WIDTH
+    R: gl.constexpr = codes.block_shape[0]
+    LINES: gl.constexpr = codes.block_shape[1]
+    x = gl.allocate_shared_memory(inputs.dtype, [STAGES * DEPTH * PIECES, L, WIDTH], inputs.layout)
+    words = gl.allocate_shared_memory(gl.int16, [STAGES * DEPTH, R, LINES, 64], codes.layout)
+    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(there.index(index), count=1)
+        mbarrier.init(free.index(index), count=WARP_GROUPS)
+    return x, words, there, free
 
 
 @gluon.jit

@@ -101,6 +101,8 @@ CASES = [
     ("e4m3 in blocks", BF16, 9, 136, 40, 16, True),
     ("e4m3", FP16, 9, 72, 40, 16, False),
     ("nvfp4", BF16, 70, 96, 40, 128, True),
+    # Blocks of fewer pairs than a tile has.
+    ("mxfp4", BF16, 21, 96, 40, 24, True),
 ]
 
 
@@ -149,6 +151,7 @@ def test_a_chunk_goes_to_the_kernel_that_takes_it(monkeypatch: pytest.MonkeyPatc
     """Rows that are not normed, k-quants, float32 and GPUs without `wgmma` go to Triton's."""
     case = Case("mxfp4", BF16, lanes=5, hidden=96, ffn=40)
     fits = product_of(case, 16)
+    assert fits.grouping is not None
     monkeypatch.setattr(CHUNK, "use_wgmma", lambda x: True)
     plain = ActivationArgs(None, 0.0, case.gating, True)
     assert CHUNK.takes_chunk(fits, plain) and CHUNK.takes_chunk(fits, NO_ACTIVATION)
@@ -158,6 +161,7 @@ def test_a_chunk_goes_to_the_kernel_that_takes_it(monkeypatch: pytest.MonkeyPatc
         (product_of(quants, 16), plain),
         (fits._replace(x=fits.x.float()), plain),
         (fits._replace(grouping=None), plain),
+        (fits._replace(grouping=fits.grouping._replace(size=256)), plain),
         (fits._replace(weight_EMK=torch.zeros(1)), plain),
     ):
         assert not CHUNK.takes_chunk(product, activation)
