@@ -148,16 +148,8 @@ class Routing:
         """
         lanes = zip(replay.requests, replay.epochs, record, strict=True)
         live = [is_live(*lane) for lane in lanes]
-        chunk = replay.chunk
-        if chunk is not None:
-            # A chunk that is only noted has not run through the layers.
-            if chunk.noted or not live[0]:
-                return True
-            found = self.prompts.wait_ids(replay.sequence, [1] * chunk.count, **how)
-            if found is None:
-                return False
-            _routes_of(chunk.request).put(chunk.start, found[:, 0])
-            return True
+        if replay.chunk is not None:
+            return self._wait_prompts(replay, live, how)
         counts = [
             unpack_state(items[-1]).emitted if lives else 0
             for items, lives in zip(record, live, strict=True)
@@ -170,6 +162,29 @@ class Routing:
                 # The step fed the request's last token, read before, and the accepted drafts.
                 start = request.job.prompt_len + len(request.job.tokens) - 1
                 _routes_of(request).put(start, ids[:count])
+        return True
+
+    def _wait_prompts(self, replay: Replay, live: Sequence[bool], how: dict[str, Any]) -> bool:
+        """Give the requests of a prefill's `live` chunks the experts that their prompts took; False
+        if they have not arrived in time.
+        """
+        # A chunk that is only noted has not run through the layers.
+        counts = [
+            int(lives and not chunk.noted)
+            for chunk, lives in zip(replay.chunks, live, strict=True)
+            for _ in range(chunk.count)
+        ]
+        if not any(counts):
+            return True
+        found = self.prompts.wait_ids(replay.sequence, counts, **how)
+        if found is None:
+            return False
+        lane = 0
+        for chunk, lives in zip(replay.chunks, live, strict=True):
+            if lives:
+                ids = found[lane : lane + chunk.count, 0]
+                _routes_of(chunk.request).put(chunk.start, ids)
+            lane += chunk.count
         return True
 
 

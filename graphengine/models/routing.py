@@ -1,6 +1,7 @@
 """The experts that a step's lanes are routed to: how they are observed, recorded and prescribed.
 
-Letters: N lanes, L layers with experts, E experts, k experts chosen for a lane.
+Letters: N lanes, P chunks of prompts, L layers with experts, E experts, k experts chosen for a
+lane.
 """
 
 from __future__ import annotations
@@ -58,14 +59,24 @@ class StepRoutes:
         assert layer < len(self.given), f"{layer=} of {len(self.given)} layers with experts"
         return self.given[layer], self.expert[layer]
 
-    def of_last_layer(self, lane_1: Tensor) -> StepRoutes:
-        """Routes for the last layer with experts when it is run again for one lane, int32 [1]."""
-        return StepRoutes(self.given[-1:].index_select(1, lane_1))
+    def of_last_layer(self, lane_P: Tensor) -> StepRoutes:
+        """Routes for the last layer with experts when it is run again for P lanes, int32 [P]."""
+        return StepRoutes(self.given[-1:].index_select(1, lane_P))
 
-    def replace_last_layer(self, routes: StepRoutes, lane_1: Tensor) -> None:
-        """Copy back the routes of `of_last_layer`, if its layer was run at all."""
-        if routes._layer:
-            self.expert[-1].index_copy_(0, lane_1.long(), routes.expert[0])
+    def replace_last_layer(self, routes: StepRoutes, lane_P: Tensor, slot_P: Tensor) -> None:
+        """Copy back the routes of `of_last_layer`, if its layer was run at all.
+
+        slot_P  int32: the lanes' slots, -1 for those that are not copied; the first one is live
+        """
+        if not routes._layer:
+            return
+        expert_Pk, lane_P = routes.expert[0], lane_P.long()
+        if len(lane_P) > 1:
+            # Padded lanes copy what the first one copies: all writes to a lane are the same.
+            live_P = slot_P >= 0
+            lane_P = lane_P.where(live_P, lane_P[:1])
+            expert_Pk = expert_Pk.where(live_P[:, None], expert_Pk[:1])
+        self.expert[-1].index_copy_(0, lane_P, expert_Pk)
 
 
 def layer_ids(routes: StepRoutes | None) -> tuple[Tensor | None, Tensor | None]:

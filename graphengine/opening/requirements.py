@@ -81,7 +81,6 @@ def check_packing(
         "adapters": config.adapters,
         "max_adapters": config.adapter_slots,
         "prompt_embeds": config.prompt_embeds,
-        "record_routing": config.record_routing,
     }
     for name, given in refused.items():
         if given:

@@ -369,8 +369,8 @@ class StepProgram:
         """Logits of each chunk's last lane; hidden states and experts of all lanes, if asked for.
         `output` receives the last lane after the final norm. `slot` has the chunks' slots.
 
-        The last layer's experts come from the pass over all lanes. Only the last lane's come from
-        the pass that computes its logits.
+        The last layer's experts come from the pass over all lanes. Only the last lanes' come from
+        the pass that computes their logits.
         """
         routes = last = None
         if self.routing is not None:
@@ -396,7 +396,7 @@ class StepProgram:
             end, slot, head=head, bias=bias, hidden=output, launch=launch
         )
         if routes is not None and last is not None:
-            routes.replace_last_layer(last, chunk.last)
+            routes.replace_last_layer(last, chunk.last, slot)
         return vocabulary.logits(logits), end.hidden, routes
 
     def _rows_of(self, chunk: PrefillLanes) -> RopeRows | None:

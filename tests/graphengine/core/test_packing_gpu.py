@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from checkpoints.family_models import FamilyModel
 from checkpoints.hybrids import A, C, F, M, granite, lfm2, nemotron, qwen
 from checkpoints.random_models import make
-from engines.packed_replies import assert_alike, prompt_of
+from engines.packed_replies import assert_alike, prompt_of, replies, same
 from engines.small_engine import open_engine
 from graphengine import Engine, NGram
 
@@ -104,6 +104,21 @@ def test_models_with_experts(family: str, quantize: str | None, tmp_path: Path) 
     FamilyModel(lambda: make(family, **EXPERTS[family])).write(tmp_path, 0)
     prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
     assert_alike(lambda: packing(tmp_path, quantize=quantize), prompts, packed=3)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_records_of_experts(quantize: str | None, tmp_path: Path) -> None:
+    """Each prompt's record is the same; a request that replays its record gives the same."""
+    FamilyModel(lambda: make("Qwen3Moe", **EXPERTS["Qwen3Moe"])).write(tmp_path, 0)
+    prompts = [prompt_of(length, vocabulary=250) for length in LENGTHS]
+    options = {"record_routing": True, "quantize": quantize}
+    with packing(tmp_path, **options) as engine:
+        free = replies(engine, prompts)
+        own = [{"routing": bits[-1].numpy()} for _, bits in free]
+        replayed = replies(engine, prompts, own)
+    assert all(map(same, free, replayed))
+    own[1] = {}
+    assert_alike(lambda: packing(tmp_path, **options), prompts, options=own, packed=3)
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])

@@ -312,8 +312,27 @@ def test_a_chunks_last_lane_has_the_experts_that_its_logits_come_from(device: st
             other = routed(one, logits[2, 3:])
             assert other != chosen[1][2:]
             chosen[1][2:] = other
-        step.replace_last_layer(one, last)
+        step.replace_last_layer(one, last, slot[:1])
         assert step.expert.tolist() == chosen
     lane_1 = torch.tensor([1], dtype=torch.int32, device=device)
     one = step.of_last_layer(lane_1)
     assert routed(one, logits[2, :1]) == [[5, 0]]
+
+
+def test_the_last_lanes_of_packed_chunks_have_their_own_experts(device: str) -> None:
+    """Also beside padded chunks, whose last lane is 0, and where that is a chunk's only lane."""
+    for lasts in ([0, 3, 0], [1, 0, 0], [0, 1, 3]):
+        lane = torch.tensor(lasts, dtype=torch.int32, device=device)
+        live = [index == 0 or last > 0 for index, last in enumerate(lasts)]
+        slot = torch.tensor([2 if lives else -1 for lives in live], dtype=torch.int32)
+        step = StepRoutes(torch.full((2, 4, 2), -1, dtype=torch.int32, device=device))
+        again = step.of_last_layer(lane)
+        layer_ids(again)
+        step.expert.fill_(7)
+        again.expert[0] = torch.arange(6, device=device).view(3, 2)
+        step.replace_last_layer(again, lane, slot.to(device))
+        expected = [[7, 7] for _ in range(4)]
+        for index, last in enumerate(lasts):
+            if live[index]:
+                expected[last] = [2 * index, 2 * index + 1]
+        assert step.expert.tolist() == [[[7, 7]] * 4, expected]

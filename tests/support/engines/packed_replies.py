@@ -9,7 +9,7 @@ import torch
 
 from engines.small_engine import run, sampled
 from extent import extent
-from graphengine import Engine, Request
+from graphengine import Engine, Request, SamplingParams
 from graphengine.models.states import recurrent_states
 
 
@@ -45,17 +45,31 @@ def states_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     return found
 
 
-def replies(engine: Engine, prompts: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Tokens of each prompt, and the bits of its KV and of its states once it decodes; all are
-    submitted at once.
+def params_of(prompt: Sequence[int], **options: Any) -> SamplingParams:
+    """What `replies` samples a prompt with."""
+    return sampled(6, seed=len(prompt), **options)
+
+
+def replies(
+    engine: Engine, prompts: Sequence[Any], options: Sequence[dict[str, Any]] | None = None
+) -> list[tuple[tuple[int, ...], Any]]:
+    """Tokens of each prompt, and the bits of its KV and of its states once it decodes; and of the
+    record of experts, if there is one. All are submitted at once.
+
+    options  of each prompt's `params_of`
     """
-    requests = [engine.submit(prompt, sampled(6, seed=len(prompt))) for prompt in prompts]
+    given = zip(prompts, options or [{}] * len(prompts), strict=True)
+    requests = [engine.submit(prompt, params_of(prompt, **own)) for prompt, own in given]
     bits: dict[int, list[torch.Tensor]] = {}
     while engine.busy:
         engine.step()
         for request in requests:
             if request.token_ids and not request.finished and request.id not in bits:
                 bits[request.id] = kv_of(engine, request) + states_of(engine, request)
+    for request in requests:
+        routing = request.result().routing
+        if routing is not None:
+            bits[request.id].append(torch.from_numpy(routing))
     return [(request.result().token_ids, bits[request.id]) for request in requests]
 
 
@@ -83,21 +97,31 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 
 def assert_alike(
-    opened: Callable[[], Engine], prompts: Sequence[Any], *, packed: int = 1, various: int = 2
+    opened: Callable[[], Engine],
+    prompts: Sequence[Any],
+    *,
+    options: Sequence[dict[str, Any]] | None = None,
+    packed: int = 1,
+    various: int = 2,
 ) -> None:
     """Each prompt gives the same alone as with the others, in the other order or, in a long run, in
     both.
 
     opened   opens an engine that packs
+    options  as of `replies`
     packed   least chunks that are packed in each order
     various  least number of different tokens in all replies
     """
+    options = options or [{}] * len(prompts)
     with opened() as engine:
-        alone = [replies(engine, [prompt])[0] for prompt in prompts]
+        alone = [
+            replies(engine, [prompt], [own])[0]
+            for prompt, own in zip(prompts, options, strict=True)
+        ]
         assert not engine.counters["packed_chunks"]
     for order in extent((-1,), (1, -1)):
         with opened() as engine:
-            together = replies(engine, prompts[::order])[::order]
+            together = replies(engine, prompts[::order], options[::order])[::order]
             assert engine.counters["packed_chunks"] >= packed, engine.counters
         for prompt, one, other in zip(prompts, alone, together, strict=True):
             assert same(one, other), f"a prompt of {len(prompt)} tokens, {order=}"
