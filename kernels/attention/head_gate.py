@@ -14,6 +14,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.norm_rope.activation import sigmoid_reference
 
 _BLOCK = 1024
 
@@ -84,7 +85,7 @@ def gate_heads_reference(
     heads = gate_NA.shape[1] // head_dim
     gate = gate_NA[live].float().view(len(live), heads, 2, parts, head_dim // (2 * parts))
     gate = gate.transpose(2, 3).reshape(len(live), gate_NA.shape[1])
-    x_NA[live] = (x_NA[live].float() * torch.sigmoid(gate)).to(x_NA.dtype)
+    x_NA[live] = (x_NA[live].float() * sigmoid_reference(gate)).to(x_NA.dtype)
     return x_NA
 
 

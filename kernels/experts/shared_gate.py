@@ -21,6 +21,7 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.reference import sum_in_order
 from graphengine.kernels.linear.residual import check_squares
+from graphengine.kernels.norm_rope.activation import sigmoid_reference
 
 _BLOCK = 1024
 
@@ -93,7 +94,7 @@ def gate_lanes_reference(
     gate = sum_rows(h_NH[live].float() * weight_H.float())
     if squares_TN is not None:
         gate = gate * torch.rsqrt(sum_in_order(squares_TN[:, live]) / h_NH.shape[1] + eps)
-    x_NF[live] = (x_NF[live].float() * torch.sigmoid(gate)[:, None]).to(x_NF.dtype)
+    x_NF[live] = (x_NF[live].float() * sigmoid_reference(gate)[:, None]).to(x_NF.dtype)
     return x_NF
 
 

@@ -375,6 +375,11 @@ def silu_reference(x: torch.Tensor) -> torch.Tensor:
     return activated_reference(x, "silu")
 
 
+def sigmoid_reference(x: torch.Tensor) -> torch.Tensor:
+    """sigmoid(x) of float32; the bits do not depend on where an element is."""
+    return 1.0 / _one_and_exp(x)
+
+
 def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Float32 after an activation; the bits do not depend on where an element is.
 

@@ -73,6 +73,19 @@ def test_reference(groups):
     check("cpu", torch.float32, 4, 72, 40, groups, [1], close)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
+def test_reference_bits_do_not_depend_on_company():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((256, 9), (256, 7), (7,))
+    x, h, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+    slot = torch.zeros(256, dtype=torch.int32)
+    whole = gate_lanes(x.clone(), h, weight, slot)
+    alone = [
+        gate_lanes(*lane, weight, slot[:1]) for lane in zip(x.split(1), h.split(1), strict=True)
+    ]
+    assert torch.equal(torch.cat(alone), whole)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize("groups", [0, 3])
 def test_it_waits_before_it_reads(groups):

@@ -12,6 +12,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.norm_rope.activation import (
     gelu,
     gelu_reference,
+    sigmoid_reference,
     silu_reference,
     squared_relu,
     squared_relu_reference,
@@ -124,6 +125,10 @@ def test_strided_rows_and_an_output_in_place(device):
 def test_reference_matches_torch():
     x = random_rows(5, 333, torch.float32)
     torch.testing.assert_close(silu_reference(x), torch.nn.functional.silu(x))
+    torch.testing.assert_close(sigmoid_reference(x), torch.sigmoid(x))
+    # Torch's own rounds differently at the end of an array.
+    alone = [sigmoid_reference(value) for value in x.flatten().split(1)]
+    assert torch.equal(torch.cat(alone), sigmoid_reference(x).flatten())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
