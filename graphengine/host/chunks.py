@@ -87,8 +87,12 @@ class Chunks:
         if placement.noted < request.cached_tokens:
             return False
         start = placement.prefilled
-        count = self._cut.end(start, self._reuse.stop(request.job, start)) - start
+        count = self._end(request.job, start) - start
         return fed + count <= min(most, self._cut.tokens(start))
+
+    def _end(self, job: Job, start: int) -> int:
+        """Where the chunk of a prompt from `start` on ends."""
+        return self._cut.end(start, self._reuse.stop(job, start), job.embeds.images())
 
     def _chunk(self, request: Request) -> PrefillChunk:
         placement = request.job.placed
@@ -99,12 +103,13 @@ class Chunks:
                 self._reuse.begun(request)
             self._reuse.leave(request)
         noted = placement.noted < request.cached_tokens
-        start = placement.noted if noted else placement.prefilled
-        cut = self._noted_cut if noted else self._cut
-        stop = request.cached_tokens if noted else self._reuse.stop(request.job, start)
-        whole = () if noted else request.job.embeds.images()
-        count = cut.end(start, stop, whole) - start
-        return PrefillChunk(request=request, start=start, count=count, noted=noted)
+        if noted:
+            start = placement.noted
+            end = self._noted_cut.end(start, request.cached_tokens)
+        else:
+            start = placement.prefilled
+            end = self._end(request.job, start)
+        return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
 
     def _look_again(self, request: Request) -> bool:
         """Share the prompt's blocks that others have prefilled since the request was admitted.

@@ -315,7 +315,8 @@ def _given_rows(model: Model, buffers: StaticBuffers) -> Iterator[GivenRows]:
     """The embeddings of a chunk's positions that have no token, then each level of features."""
     rows, H = buffers[EMBEDS_FIELD].view(model.dtype), model.config.hidden_size
     for level, part in enumerate(torch.split(rows, H, dim=1)):
-        yield GivenRows(part, buffers["prefill_start"], 1.0 if level else model.weights.given_scale)
+        scale = 1.0 if level else model.weights.given_scale
+        yield GivenRows(part, buffers["prefill_start"][:1], scale)
 
 
 def _rope_rows(model: Model, buffers: StaticBuffers) -> RopeRows:

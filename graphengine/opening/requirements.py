@@ -80,7 +80,6 @@ def check_packing(
         "data_parallel": config.data_parallel > 1,
         "adapters": config.adapters,
         "max_adapters": config.adapter_slots,
-        "prompt_embeds": config.prompt_embeds,
     }
     for name, given in refused.items():
         if given:

@@ -27,7 +27,7 @@ from graphengine.models.states import LayerStates, recurrent_fields
 from graphengine.program.feeds import fed_fields
 from graphengine.program.frames import frame_fields
 from graphengine.program.relaxed import relaxed_field
-from graphengine.prompt_embeds import Embeds
+from graphengine.prompt_embeds import Run
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.processing import processing_fields, processing_updates
 from graphengine.requests.request import Request
@@ -178,7 +178,7 @@ def engine_fields(
     if config.prompt_logprobs_out:
         fields.append(_prompt_rows_field())
     if config.prompt_embeds:
-        fields.append(_embeds_field(sizes, (1 + deepstack) * hidden_size))
+        fields.append(_embeds_field(sizes, (1 + deepstack) * hidden_size, config.packed_prompts))
     if grids:
         fields += _rope_fields(sizes)
     if images:
@@ -236,10 +236,13 @@ def _seen_field(sizes: FieldSizes) -> Field:
 
 def seen_updates(plan: Plan) -> dict[str, Any]:
     """The field of `_seen_field`, where a plan changes it."""
-    chunk = plan.prefill
-    if chunk is None or chunk.noted:
+    if plan.prefill is None or plan.prefill.noted:
         return {}
-    return {SEEN_FIELD: chunk.request.job.embeds.seen(chunk.start, chunk.start + chunk.count)}
+    seen = [
+        chunk.request.job.embeds.seen(chunk.start, chunk.start + chunk.count)
+        for chunk in plan.chunks
+    ]
+    return {SEEN_FIELD: np.concatenate(seen)}
 
 
 def _rope_fields(sizes: FieldSizes) -> list[Field]:
@@ -305,27 +308,28 @@ def rope_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
     updates: dict[str, Any] = {}
     if plan.slots_changed:
         updates[ROPE_SHIFT] = [request and request.job.rope_shift for request in slots]
-    chunk = plan.prefill
-    if chunk is not None:
-        end = chunk.start + chunk.count
-        updates[ROPE_ROWS] = chunk.request.job.embeds.rope_rows(chunk.start, end)
-    return updates
+    rows = [
+        chunk.request.job.embeds.rope_rows(chunk.start, chunk.start + chunk.count)
+        for chunk in plan.chunks
+    ]
+    return updates | ({ROPE_ROWS: np.concatenate(rows)} if rows else {})
 
 
-def _embeds_field(sizes: FieldSizes, width: int) -> Field:
-    """Embeddings of a chunk's positions, and of the one after it, which draft modules read.
+def _embeds_field(sizes: FieldSizes, width: int, prompts: int) -> Field:
+    """Embeddings of each chunk's positions, and of the one after it, which draft modules read.
 
-    width  values of a position: its embedding, then the features that are added to the stream
+    width    values of a position: its embedding, then the features that are added to the stream
+    prompts  most prompts whose chunks a prefill feeds
 
     The host writes bits, as NumPy does not know every dtype.
     """
     return Field(
         name=EMBEDS_FIELD,
-        shape=(sizes.prefill_tokens + 1, width),
+        shape=(sizes.prefill_tokens + prompts, width),
         dtype=BITS[sizes.dtype.itemsize],
         owner="host",
         pad=0,
-        meaning="embeddings of the chunk's positions that have no token",
+        meaning="embeddings of the chunks' positions that have no token",
         # Copied only with chunks that have embeddings.
         group="embeds",
     )
@@ -369,7 +373,19 @@ NO_CHUNK: dict[str, Any] = {
 
 
 def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str, Any]:
-    """The fields of a prefill; `speculative` as in `host_updates`."""
+    """The fields of a prefill of one prompt; `speculative` as in `host_updates`."""
+    return _chunk_fields(chunk, speculative=speculative) | _embeds_update((chunk,))
+
+
+def packed_updates(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
+    """The fields of a prefill of several prompts, whose tokens follow each other."""
+    of_chunks = [_chunk_fields(chunk) for chunk in chunks]
+    fields = {name: list(chain(*(each[name] for each in of_chunks))) for name in of_chunks[0]}
+    return fields | _embeds_update(chunks)
+
+
+def _chunk_fields(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str, Any]:
+    """A chunk's fields, but for its embeddings."""
     request, end = chunk.request, chunk.start + chunk.count
     updates = {
         "prefill_tokens": _device_tokens(request, chunk.start, end),
@@ -381,15 +397,7 @@ def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str
     if speculative or request.prompt_logprobs is not None:
         following = _device_tokens(request, end, end + 1)
         updates["prefill_next"] = following or [-1]
-    if request.job.embeds and not chunk.noted:
-        updates |= _embeds_update(request.job.embeds, chunk.start, end + 1)
     return updates
-
-
-def packed_updates(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
-    """The fields of a prefill of several prompts, whose tokens follow each other."""
-    of_chunks = [chunk_updates(chunk) for chunk in chunks]
-    return {name: list(chain(*(each[name] for each in of_chunks))) for name in of_chunks[0]}
 
 
 def _device_tokens(request: Request, first: int, stop: int) -> Sequence[int]:
@@ -400,9 +408,18 @@ def _device_tokens(request: Request, first: int, stop: int) -> Sequence[int]:
     return embeds.tokens(ids, first) if embeds else ids
 
 
-def _embeds_update(embeds: Embeds, first: int, stop: int) -> dict[str, Any]:
-    """The embeddings of these positions; row 0 is position `first`."""
-    found = embeds.within(first, stop).runs
+def _embeds_update(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
+    """The embeddings of the chunks' positions and of the one after each, a row each: a chunk's rows
+    follow those of the chunk before it.
+    """
+    found: list[Run] = []
+    first = 0
+    for chunk in chunks:
+        embeds, stop = chunk.request.job.embeds, chunk.start + chunk.count + 1
+        if embeds and not chunk.noted:
+            runs = embeds.within(chunk.start, stop).runs
+            found += [run._replace(start=run.start - chunk.start + first) for run in runs]
+        first += chunk.count + 1
     if not found:
         return {}
     start, rows = found[0].start, found[0].rows
@@ -411,7 +428,7 @@ def _embeds_update(embeds: Embeds, first: int, stop: int) -> dict[str, Any]:
         for run in found:
             rows[run.start - start : run.stop - start] = run.rows
     bits = rows.view(BITS[rows.element_size()]).numpy()
-    return {EMBEDS_FIELD: LaneUpdate(start - first, bits)}
+    return {EMBEDS_FIELD: LaneUpdate(start, bits)}
 
 
 def ring_updates(

@@ -301,7 +301,8 @@ class StepProgram:
         drafter = self.drafter
         last = self._last_hidden()
         seen = self._images(attention, chunk)
-        logits, hidden, routes = self._prefill_model(chunk, slot, seen, kind, last)
+        given = self._given_of(chunk)
+        logits, hidden, routes = self._prefill_model(chunk, slot, seen, kind, given, last)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":
@@ -341,7 +342,8 @@ class StepProgram:
         if self.frames is not None and frame is not None:
             self.frames.publish(frame, flags & EMITTED, slot, pdl=False)
         following = buffers["prefill_next"] if self._drafts else None
-        prefilled = Prefilled(chunk, following, hidden, sampled, final, attention, self.given)
+        rows = given[0] if given else None
+        prefilled = Prefilled(chunk, following, hidden, sampled, final, attention, rows)
         if self.relaxation is not None:
             self.relaxation.follow_prompt(prefilled)
         drafter.prepare(prefilled)
@@ -364,10 +366,12 @@ class StepProgram:
         slot: Tensor,
         attention: Callable[..., Tensor],
         kind: PrefillKind,
+        given: Sequence[GivenRows] = (),
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, StepRoutes | None]:
         """Logits of each chunk's last lane; hidden states and experts of all lanes, if asked for.
-        `output` receives the last lane after the final norm. `slot` has the chunks' slots.
+        `output` receives the last lane after the final norm. `slot` has the chunks' slots, and
+        `given` what `_given_of` returns.
 
         The last layer's experts come from the pass over all lanes. Only the last lanes' come from
         the pass that computes their logits.
@@ -378,8 +382,8 @@ class StepProgram:
             last = routes.of_last_layer(chunk.last)
         launch = replace(
             self.launch.prefill,
-            given=self.given,
-            deepstack=self.deepstack,
+            given=given[0] if given else None,
+            deepstack=tuple(given[1:]),
             rope_rows=self._rows_of(chunk),
         )
         layers = partial(
@@ -398,6 +402,21 @@ class StepProgram:
         if routes is not None and last is not None:
             routes.replace_last_layer(last, chunk.last, slot)
         return vocabulary.logits(logits), end.hidden, routes
+
+    def _given_of(self, chunk: PrefillLanes) -> tuple[GivenRows, ...]:
+        """Embeddings of the chunks' positions that have no token, then each level of features; ()
+        where each position has a token.
+        """
+        if self.given is None:
+            return ()
+        given = (self.given, *self.deepstack)
+        if len(chunk.last) == 1:
+            return given
+        lane = torch.arange(len(chunk.slot), dtype=torch.int32, device=chunk.slot.device)
+        # Each chunk before has a row more than it has lanes.
+        before = torch.bucketize(lane, chunk.query_start[1:], right=True, out_int32=True)
+        first = chunk.position - lane - before
+        return tuple(rows._replace(first=first) for rows in given)
 
     def _rows_of(self, chunk: PrefillLanes) -> RopeRows | None:
         """The rows of RoPE's tables that rotate a chunk's lanes; None: their positions."""

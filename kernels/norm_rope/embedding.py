@@ -44,7 +44,8 @@ class GivenRows(NamedTuple):
     rows: torch.Tensor
     """[M, H] in the table's dtype, dense rows; row i belongs to position `first` + i."""
     first: torch.Tensor
-    """int32 [1]: the position of row 0."""
+    """int32 [1]: the position of row 0. Or [N]: the position that row 0 would have in each lane's
+    own sequence, where the rows of several follow one another."""
     scale: float
     """Factor on the rows; the product is rounded to their dtype."""
 
@@ -78,8 +79,7 @@ def embed(
     check_lanes(lanes, slot_N=slot_N, token_N=token_N)
     V, H = table_VH.shape
     out = output_rows(out, (lanes, H), dtype=torch.float32, like=table_VH)
-    if given is not None:
-        _check_given(given, table_VH)
+    first_stride = 0 if given is None else _check_given(given, table_VH, lanes)
     if not use_triton(table_VH):
         return embed_reference(token_N, table_VH, slot_N, scale=scale, given=given, out=out)
     launcher(_embed_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
@@ -95,6 +95,7 @@ def embed(
         None if given is None else given.rows.stride(0),
         None if given is None else given.rows.shape[0],
         H=H,
+        FIRST_STRIDE=first_stride,
         SCALE=float(scale),
         GIVEN_SCALE=1.0 if given is None else float(given.scale),
         BLOCK_H=_BLOCK_H,
@@ -117,7 +118,7 @@ def add_given(
     check_lanes(lanes, slot_N=slot_N, token_N=token_N)
     output_rows(x_NH, (lanes, H), dtype=torch.float32, like=x_NH)
     check_rows(given_rows=given.rows)
-    check_lanes(1, first=given.first)
+    stride = _first_stride(given, lanes)
     if given.rows.shape[1] != H:
         raise ValueError(f"given rows of {given.rows.shape[1]} values, the stream has {H}")
     if not use_triton(x_NH):
@@ -133,6 +134,7 @@ def add_given(
         given.rows.stride(0),
         given.rows.shape[0],
         H=H,
+        FIRST_STRIDE=stride,
         SCALE=float(given.scale),
         BLOCK_H=_BLOCK_H,
     )
@@ -149,6 +151,7 @@ def _add_given_kernel(
     given_stride,
     M,
     H: tl.constexpr,
+    FIRST_STRIDE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -159,7 +162,7 @@ def _add_given_kernel(
     token = tl.load(token_ptr + lane)
     if token > _GIVEN:
         return
-    row = _GIVEN - token - tl.load(first_ptr)
+    row = _GIVEN - token - tl.load(first_ptr + lane * FIRST_STRIDE)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = (row >= 0) & (row < M)
     source = given_ptr + row.to(tl.int64) * given_stride + h
@@ -174,21 +177,34 @@ def add_given_reference(
 ) -> None:
     """`add_given` in plain PyTorch."""
     lane = torch.nonzero((slot_N >= 0) & (token_N <= GIVEN)).flatten()
-    row = GIVEN - token_N[lane] - given.first
+    row = GIVEN - token_N[lane] - _first_of(given, lane)
     missing = (row < 0) | (row >= given.rows.shape[0])
     x_NH[lane] += _scaled_rows(given.rows, row, missing, given.scale)
 
 
-def _check_given(given: GivenRows, table_VH: torch.Tensor) -> None:
-    """ValueError unless the rows have the table's width and dtype."""
+def _first_of(given: GivenRows, lane_L: torch.Tensor) -> torch.Tensor:
+    """`given.first` of these lanes."""
+    return given.first if given.first.numel() == 1 else given.first[lane_L]
+
+
+def _first_stride(given: GivenRows, lanes: int) -> int:
+    """Entries of `given.first` from lane to lane; ValueError unless there is one, or one a lane."""
+    entries = given.first.numel()
+    check_lanes(1 if entries == 1 else lanes, first=given.first)
+    return int(entries > 1)
+
+
+def _check_given(given: GivenRows, table_VH: torch.Tensor, lanes: int) -> int:
+    """`_first_stride`; ValueError unless the rows have the table's width and dtype."""
     check_rows(given_rows=given.rows)
-    check_lanes(1, first=given.first)
+    stride = _first_stride(given, lanes)
     found, wanted = (given.rows.shape[1], given.rows.dtype), (table_VH.shape[1], table_VH.dtype)
     if found != wanted:
         raise ValueError(
             f"given rows of {found[0]} values of {found[1]}, the table has {wanted[0]} of "
             f"{wanted[1]}"
         )
+    return stride
 
 
 @triton.jit
@@ -205,6 +221,7 @@ def _embed_kernel(
     given_stride,
     M,
     H: tl.constexpr,
+    FIRST_STRIDE: tl.constexpr,
     SCALE: tl.constexpr,
     GIVEN_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -220,7 +237,7 @@ def _embed_kernel(
     source = table_ptr + token.to(tl.int64) * table_stride + h
     x = scaled_embedding(tl.load(source, mask=mask & known, other=float("nan")), SCALE)
     if given_ptr is not None:
-        row = _GIVEN - token - tl.load(first_ptr)
+        row = _GIVEN - token - tl.load(first_ptr + lane * FIRST_STRIDE)
         given = (token <= _GIVEN) & (row >= 0) & (row < M)
         source = given_ptr + row.to(tl.int64) * given_stride + h
         there = tl.load(source, mask=mask & given, other=float("nan"))
@@ -255,7 +272,7 @@ def embed_reference(
     unknown = (token < 0) | (token >= V)
     x = _scaled_rows(table_VH, token, unknown, scale)
     if given is not None:
-        row = GIVEN - token - given.first
+        row = GIVEN - token - _first_of(given, live)
         missing = (token > GIVEN) | (row < 0) | (row >= given.rows.shape[0])
         x = torch.where(missing[:, None], x, _scaled_rows(given.rows, row, missing, given.scale))
     out[live] = x

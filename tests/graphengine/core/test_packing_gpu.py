@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from checkpoints.family_models import FamilyModel
 from checkpoints.hybrids import A, C, F, M, granite, lfm2, nemotron, qwen
 from checkpoints.random_models import make
+from checkpoints.tower_models import GRIDS, SEEN
 from engines.packed_replies import assert_alike, prompt_of, replies, same
 from engines.small_engine import open_engine
-from graphengine import Engine, NGram
+from graphengine import Engine, GridEmbeds, ImageEmbeds, NGram, PromptParts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,6 +120,37 @@ def test_records_of_experts(quantize: str | None, tmp_path: Path) -> None:
     assert all(map(same, free, replayed))
     own[1] = {}
     assert_alike(lambda: packing(tmp_path, **options), prompts, options=own, packed=3)
+
+
+def rows(count: int, width: int) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(count)) * 0.3
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_vl"])
+def test_prompts_with_embeddings(family: str, quantize: str | None, tmp_path: Path) -> None:
+    """Beside tokens; images that see each other; grids with features of several levels."""
+
+    def whole(count: int) -> Any:
+        if family == "gemma3":
+            return ImageEmbeds(rows(count, width))
+        if family == "llama":
+            return rows(count, width)
+        features = torch.stack([rows(count + 1 + level, width)[1 + level :] for level in range(2)])
+        return GridEmbeds(rows(count, width), (1, 2, count // 2), deepstack=features)
+
+    path, prompts = None, [prompt_of(length, vocabulary=250) for length in LENGTHS]
+    if family != "llama":
+        path = tmp_path
+        FamilyModel(lambda: (SEEN | GRIDS)[family](intermediate_size=384)).write(path, 0)
+    options = {"prompt_embeds": True, "quantize": quantize}
+    with packing(path, **options) as engine:
+        width = engine.model.config.hidden_size
+    given: list[Any] = [*prompts]
+    for index, count in ((0, 8), (1, 40), (3, 24), (4, 6), (6, 12)):
+        given[index] = PromptParts(prompts[index], whole(count), prompts[0])
+    seeds = [{"seed": index} for index in range(len(given))]
+    assert_alike(lambda: packing(path, **options), given, options=seeds, packed=3)
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])

@@ -79,13 +79,17 @@ def test_a_scaled_embedding_is_rounded_as_transformers_rounds_it(device, dtypes)
     data=st.data(),
 )
 def test_given_rows_take_the_place_of_the_table(device, dtypes, lanes, M, H, first, dtype, data):
-    """Tokens of rows that are not there are NaN, and what no live lane names is never read."""
+    """Tokens of rows that are not there are NaN, and what no live lane names is never read. Row 0
+    may have a position by lane.
+    """
     dtype, V = dtypes[dtype % len(dtypes)], 9
     rows = st.integers(first - 2, first + M + 1).map(lambda position: GIVEN - position)
     ids = st.integers(0, V - 1) | rows | st.sampled_from(HUGE)
     token = torch.tensor(
         data.draw(st.lists(ids, min_size=lanes, max_size=lanes)), dtype=torch.int32
     )
+    by_lane = data.draw(st.booleans())
+    shift = torch.arange(lanes, dtype=torch.int32) * 3 if by_lane else torch.zeros(1).int()
     padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     slot = torch.zeros(lanes, dtype=torch.int32)
     slot[padded] = -1
@@ -102,7 +106,8 @@ def test_given_rows_take_the_place_of_the_table(device, dtypes, lanes, M, H, fir
             named |= set() if lane in padded else {GIVEN - id - first}
     expected[padded] = SENTINEL
     held[[row for row in range(M) if row not in named]] = float("nan")
-    start = torch.tensor([first], dtype=torch.int32, device=device)
+    token = torch.where((token <= GIVEN) & (token > -(2**30)), token - shift, token)
+    start = (first + shift).to(device)
     for op in (embed, embed_reference):
         out = torch.full((lanes, H), SENTINEL, device=device)
         on = GivenRows(held.to(device), start, 0.7)
@@ -170,6 +175,10 @@ def operands() -> dict[str, object]:
         ),
         ({"given": GivenRows(torch.zeros(3), ONE, 1.0)}, r"\(3,\)"),
         ({"given": GivenRows(torch.zeros(3, 8), ONE.long(), 1.0)}, "first must be int32, not tor"),
+        (
+            {"given": GivenRows(torch.zeros(3, 8), torch.zeros(3).int(), 1.0)},
+            r"first must be a dense \[2\], not \(3,\)",
+        ),
         ({"out": torch.zeros(2, 7)}, r"\[2, 8\].*\[2, 7\]"),
         ({"out": torch.zeros(2, 8).half()}, "out must be torch.float32.*float16"),
     ],
@@ -214,7 +223,10 @@ def test_given_rows_are_added_to_lanes_that_have_one(device, dtypes, lanes, H, f
         row = GIVEN - int(token[lane]) - first
         if slot[lane] >= 0 and 0 <= row < M:
             expected[lane] += rows[row, H : 2 * H].float()
-    here = torch.tensor([first], dtype=torch.int32, device=device)
+    by_lane = data.draw(st.booleans())
+    shift = torch.arange(lanes, dtype=torch.int32) * 3 if by_lane else torch.zeros(1).int()
+    token = torch.where((token <= GIVEN) & (token > -(2**30)), token - shift, token)
+    here = (first + shift).to(device)
     features = GivenRows(rows.to(device)[:, H : 2 * H], here, 1.0)
     for op in (add_given, add_given_reference):
         out = torch.empty_strided(x.shape, x.stride(), device=device).copy_(x)

@@ -155,9 +155,9 @@ def _qwen3_5(experts: bool = False) -> Any:
     )
 
 
-def _qwen3_vl(experts: bool = False) -> Any:
+def _qwen3_vl(experts: bool = False, **keys: Any) -> Any:
     """Features of two levels of the tower are added after the first two of three layers."""
-    words = _text([12, 10, 10]) | {"head_dim": 64, "num_attention_heads": 4}
+    words = _text([12, 10, 10]) | {"head_dim": 64, "num_attention_heads": 4} | keys
     words["num_key_value_heads"] = 2
     vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 192, "num_heads": 2}
     vision |= {"intermediate_size": 40, "num_position_embeddings": 64}
@@ -176,7 +176,7 @@ def _qwen3_vl(experts: bool = False) -> Any:
     )
 
 
-GRIDS: dict[str, Callable[[], Any]] = {
+GRIDS: dict[str, Callable[..., Any]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_5": _qwen3_5,
@@ -192,7 +192,7 @@ PLACES = 25
 """Embeddings of one of Gemma 3's images: twice as many as a window has."""
 
 
-def _gemma3() -> Any:
+def _gemma3(**keys: Any) -> Any:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     words = text(
@@ -201,6 +201,7 @@ def _gemma3() -> Any:
         sliding_window=12,
         query_pre_attn_scalar=48,
         tie_word_embeddings=False,
+        **keys,
     )
     config = Gemma3Config(
         text_config=words,
@@ -258,7 +259,7 @@ _GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 5, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
     "use_bidirectional_attention": "vision",
 }  # fmt: skip
-SEEN: dict[str, Callable[[], Any]] = {
+SEEN: dict[str, Callable[..., Any]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,

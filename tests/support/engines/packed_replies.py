@@ -45,9 +45,9 @@ def states_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     return found
 
 
-def params_of(prompt: Sequence[int], **options: Any) -> SamplingParams:
-    """What `replies` samples a prompt with."""
-    return sampled(6, seed=len(prompt), **options)
+def params_of(prompt: Any, *, seed: int | None = None, **options: Any) -> SamplingParams:
+    """What `replies` samples a prompt with; a prompt of tokens may do without a seed."""
+    return sampled(6, seed=len(prompt) if seed is None else seed, **options)
 
 
 def replies(
@@ -123,7 +123,7 @@ def assert_alike(
         with opened() as engine:
             together = replies(engine, prompts[::order], options[::order])[::order]
             assert engine.counters["packed_chunks"] >= packed, engine.counters
-        for prompt, one, other in zip(prompts, alone, together, strict=True):
-            assert same(one, other), f"a prompt of {len(prompt)} tokens, {order=}"
+        for index, (one, other) in enumerate(zip(alone, together, strict=True)):
+            assert same(one, other), f"prompt {index} of {len(prompts)}, {order=}"
     found = {token for tokens, _ in alone for token in tokens}
     assert len(found) >= various, found
