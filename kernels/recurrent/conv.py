@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import triton
 
+from graphengine.kernels.core.chunks import check_chunks, chunks_of, tile_count
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, live_lanes, output_rows
 from graphengine.kernels.core.launching import launcher
@@ -23,7 +24,6 @@ from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.norm_rope.activation import silu_reference
 from graphengine.kernels.recurrent.conv_reference import causal_conv_reference
 from graphengine.kernels.recurrent.conv_triton import conv_chunk_kernel
-from graphengine.kernels.recurrent.pieces import check_chunks, chunks_of, tile_count
 
 MAX_TAPS = 8
 """Most inputs of a sum, which is unrolled; fewer than the lanes of a program."""

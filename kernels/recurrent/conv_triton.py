@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphengine.kernels.core.chunks import chunk_of_tile
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
-from graphengine.kernels.recurrent.pieces import chunk_of_tile
 
 
 @triton.jit(do_not_specialize=["lanes", "entries"])
@@ -46,7 +46,7 @@ def conv_chunk_kernel(
     wait_for_inputs(PDL)
     if query_start_ptr is not None:
         # From here on the program's chunk is all there is.
-        first, lanes, block = chunk_of_tile(query_start_ptr, block, PROMPTS, BLOCK_T, 1)
+        _, first, lanes, block = chunk_of_tile(query_start_ptr, block, PROMPTS, BLOCK_T, 1)
         if block * BLOCK_T >= lanes:
             return
         slot_ptr += first

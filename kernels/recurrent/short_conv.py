@@ -16,12 +16,12 @@ from __future__ import annotations
 import torch
 import triton
 
+from graphengine.kernels.core.chunks import check_chunks, chunks_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.recurrent.conv import check_conv, launch_conv_chunk
-from graphengine.kernels.recurrent.pieces import check_chunks, chunks_of
 from graphengine.kernels.recurrent.short_conv_reference import short_conv_reference
 from graphengine.kernels.recurrent.short_conv_triton import decode_kernel
 

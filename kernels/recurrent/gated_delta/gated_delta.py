@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from graphengine.kernels.core.chunks import check_chunks, chunks_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import (
     FLOAT_DTYPES,
@@ -51,7 +52,7 @@ from graphengine.kernels.recurrent.gated_delta.gated_delta_triton import (
     pieces_kernel,
     scan_kernel,
 )
-from graphengine.kernels.recurrent.pieces import PIECE, check_chunks, chunks_of, piece_count
+from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 # Values of a head whose state a program holds; more would not fit its registers.
 _DECODE_VALUES = 32

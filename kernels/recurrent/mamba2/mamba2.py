@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from graphengine.kernels.core.chunks import check_chunks, chunks_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import (
     FLOAT_DTYPES,
@@ -54,7 +55,7 @@ from graphengine.kernels.recurrent.mamba2.mamba2_triton import (
     pass_kernel,
     pieces_kernel,
 )
-from graphengine.kernels.recurrent.pieces import PIECE, check_chunks, chunks_of, piece_count
+from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 # Values of a head that a program holds: with 128 float32 of state each, 16 KB.
 _DECODE_BLOCK_P = 32

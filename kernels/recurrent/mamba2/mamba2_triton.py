@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphengine.kernels.core.chunks import lanes_of_chunk
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
 from graphengine.kernels.recurrent.conv_triton import (
@@ -16,7 +17,6 @@ from graphengine.kernels.recurrent.conv_triton import (
 )
 from graphengine.kernels.recurrent.pieces import (
     first_piece,
-    lanes_of_chunk,
     lanes_of_piece,
     live_lanes,
 )

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import examples
+from graphengine.kernels.core.chunks import check_chunks, tile_count
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.gated_delta.gated_delta import gated_delta_prefill
@@ -27,7 +28,7 @@ from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import (
 )
 from graphengine.kernels.recurrent.mamba2.mamba2 import mamba2_prefill
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Params, Mamba2Sizes
-from graphengine.kernels.recurrent.pieces import check_chunks, piece_count, tile_count
+from graphengine.kernels.recurrent.pieces import piece_count
 from graphengine.kernels.recurrent.short_conv import short_conv_prefill
 from launches.compilation import (
     Op,
