@@ -181,7 +181,7 @@ class PrefillLaunch(Launch):
     given        embeddings of lanes that have no token; None: every lane has a token
     rope_rows    the rows of RoPE's tables that rotate the lanes; None: the lanes' positions
     deepstack    rows of each level that are added to lanes without a token, after the first layers
-    adapters     adapters of the chunk, which add to its products; None: there are no adapters
+    adapters     adapters of the chunks, which add to their products; None: there are no adapters
     any_lanes    whether no bit of a lane may depend on the number of lanes, so that chunks of
                  several prompts may be fed together; the BLAS is then not used
     """

@@ -78,8 +78,6 @@ def check_packing(
         "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,
-        "adapters": config.adapters,
-        "max_adapters": config.adapter_slots,
     }
     for name, given in refused.items():
         if given:

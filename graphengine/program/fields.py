@@ -184,7 +184,7 @@ def engine_fields(
     if images:
         fields.append(_seen_field(sizes))
     if config.adapter_slots:
-        fields += _adapter_fields(sizes)
+        fields += _adapter_fields(sizes, config.packed_prompts)
     if inner is not None:
         fields += frame_fields(inner, sizes)
         fields += fed_fields(inner, sizes, config.steps_per_launch)
@@ -267,9 +267,9 @@ def _rope_fields(sizes: FieldSizes) -> list[Field]:
     ]
 
 
-def _adapter_fields(sizes: FieldSizes) -> list[Field]:
-    """The adapters of the requests in the slots, and of the chunk."""
-    lanes = {ADAPTER_OF_SLOT: sizes.slots, ADAPTER_OF_CHUNK: 1}
+def _adapter_fields(sizes: FieldSizes, prompts: int) -> list[Field]:
+    """The adapters of the requests in the slots, and of the chunks of a prefill."""
+    lanes = {ADAPTER_OF_SLOT: sizes.slots, ADAPTER_OF_CHUNK: prompts}
     return [
         Field(
             name=name,
@@ -289,13 +289,13 @@ def adapter_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, An
     if plan.slots_changed:
         updates[ADAPTER_OF_SLOT] = [request and _adapter_slot(request) for request in slots]
     if plan.prefill is not None:
-        updates |= chunk_adapter(plan.prefill)
+        updates |= chunk_adapters(plan.chunks)
     return updates
 
 
-def chunk_adapter(chunk: PrefillChunk) -> dict[str, Any]:
-    """The field with the adapter of a chunk."""
-    return {ADAPTER_OF_CHUNK: [_adapter_slot(chunk.request)]}
+def chunk_adapters(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
+    """The field with the adapters of chunks."""
+    return {ADAPTER_OF_CHUNK: [_adapter_slot(chunk.request) for chunk in chunks]}
 
 
 def _adapter_slot(request: Request) -> int:

@@ -51,6 +51,7 @@ from graphengine.kernels.step.state import (
     commit_prefill,
     gather_prefill,
 )
+from graphengine.models.adapters.table import LaneAdapters
 from graphengine.models.contract import Model
 from graphengine.models.launches import DecodeLaunch
 from graphengine.models.linears import stream_groups
@@ -385,6 +386,7 @@ class StepProgram:
             given=given[0] if given else None,
             deepstack=tuple(given[1:]),
             rope_rows=self._rows_of(chunk),
+            adapters=self._adapters_of(chunk),
         )
         layers = partial(
             self.model.prefill,
@@ -394,7 +396,8 @@ class StepProgram:
             launch=replace(launch, routes=routes),
         )
         end = model_runner(alike=routes is None)(layers, (chunk, self.states, attention))
-        vocabulary, launch = self.vocabulary, replace(launch, routes=last)
+        launch = replace(launch, routes=last, adapters=self._adapters_of(chunk, alone=True))
+        vocabulary = self.vocabulary
         head, bias = vocabulary.head, vocabulary.bias
         logits = self.model.prefill_logits(
             end, slot, head=head, bias=bias, hidden=output, launch=launch
@@ -417,6 +420,15 @@ class StepProgram:
         before = torch.bucketize(lane, chunk.query_start[1:], right=True, out_int32=True)
         first = chunk.position - lane - before
         return tuple(rows._replace(first=first) for rows in given)
+
+    def _adapters_of(self, chunk: PrefillLanes, *, alone: bool = False) -> LaneAdapters | None:
+        """The adapters of the chunks' lanes; `alone`: of the last lane of each chunk alone."""
+        adapters, starts = self.launch.adapters, self.launch.prefill.chunk_starts(chunk)
+        if adapters is None or starts is None:
+            return adapters
+        if alone:
+            starts = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+        return adapters.of_chunks(starts)
 
     def _rows_of(self, chunk: PrefillLanes) -> RopeRows | None:
         """The rows of RoPE's tables that rotate a chunk's lanes; None: their positions."""

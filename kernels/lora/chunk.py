@@ -1,10 +1,13 @@
-"""An adapter's addition to the products of a prompt's chunk, whose lanes all have the same adapter.
+"""Adapters' additions to the products of prompts' chunks; all lanes of a chunk have one adapter.
 
 The BLAS writes a product, and `add_chunk_delta` adds to it, as the order of the BLAS's own sums
 must not depend on there being an adapter. Where gates and ups never reach memory, `chunk_delta`
 computes what their kernel adds before the activation.
 
-Letters as in `slots.py`, and: T lanes of a chunk.
+A launch has one chunk, or those of P prompts (`core/chunks.py`). A lane's bits depend neither on
+the other lanes nor on their number.
+
+Letters as in `slots.py`, and: T lanes of the chunks.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from graphengine.kernels.core.chunks import check_chunks, chunk_of_tile, chunks_of, tile_count
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.lora.reference import NOTHING, chunk_delta_reference
+from graphengine.kernels.lora.reference import chunk_delta_reference
 from graphengine.kernels.lora.slots import LoraSlots
 
 # Lanes, rows of A and columns of a program that shrinks; weight rows of one that expands.
@@ -28,7 +32,8 @@ def add_chunk_delta(
     out_TM: torch.Tensor,
     x_TK: torch.Tensor,
     slots: LoraSlots,
-    adapter_1: torch.Tensor,
+    adapter_P: torch.Tensor,
+    query_start_P1: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -36,52 +41,60 @@ def add_chunk_delta(
 
     Two kernels on the current stream, without a host sync.
 
-    out_TM     the product, in x's dtype; dense rows
-    x_TK       its inputs; padded lanes hold anything, and so do their results
-    adapter_1  int32 [1]: the slot of the chunk's adapter, -1: none
+    out_TM          the product, in x's dtype; dense rows
+    x_TK            its inputs; padded lanes hold anything, and so do their results
+    adapter_P       int32: the slot of each chunk's adapter, -1: none
+    query_start_P1  int32: lane where each chunk begins, then where the last one ends; lanes past it
+                    are padded. None: all lanes are of one chunk
 
     Sums are float32; A x is rounded to x's dtype. ValueError for a shape or dtype that does not
     fit.
     """
     output_rows(out_TM, (len(x_TK), slots.rows), dtype=x_TK.dtype, like=x_TK)
-    return _run(out_TM, x_TK, slots, adapter_1, adds=True, pdl=pdl)
+    return _run(out_TM, x_TK, slots, adapter_P, query_start_P1, adds=True, pdl=pdl)
 
 
 def chunk_delta(
-    x_TK: torch.Tensor, slots: LoraSlots, adapter_1: torch.Tensor, *, pdl: bool = False
+    x_TK: torch.Tensor,
+    slots: LoraSlots,
+    adapter_P: torch.Tensor,
+    query_start_P1: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """New `[T, M]` in x's dtype: scale * B (A x); -0.0 without an adapter. Else like
     `add_chunk_delta`.
     """
     out = torch.empty(len(x_TK), slots.rows, dtype=x_TK.dtype, device=x_TK.device)
-    return _run(out, x_TK, slots, adapter_1, adds=False, pdl=pdl)
+    return _run(out, x_TK, slots, adapter_P, query_start_P1, adds=False, pdl=pdl)
 
 
 def _run(
     out_TM: torch.Tensor,
     x_TK: torch.Tensor,
     slots: LoraSlots,
-    adapter_1: torch.Tensor,
+    adapter_P: torch.Tensor,
+    query_start_P1: torch.Tensor | None,
     *,
     adds: bool,
     pdl: bool,
 ) -> torch.Tensor:
     slots.check(x_TK)
-    check_vector("adapter_1", adapter_1, 1, torch.int32)
+    prompts = check_chunks(query_start_P1)
+    check_vector("adapter_P", adapter_P, prompts or 1, torch.int32)
     if not use_triton(x_TK):
-        adapter = int(adapter_1)
-        if adapter >= 0:
-            delta = chunk_delta_reference(x_TK, slots, adapter)
-            out_TM.copy_(out_TM.float() + delta if adds else delta)
-        elif not adds:
-            out_TM.fill_(NOTHING)
+        for chunk, adapter in zip(chunks_of(query_start_P1), adapter_P.tolist(), strict=True):
+            chunk_delta_reference(out_TM[chunk], x_TK[chunk], slots, adapter, adds=adds)
         return out_TM
     (lanes, K), rows, options = x_TK.shape, slots.rows, launch_options(pdl)
     between = x_TK.new_empty(lanes, slots.parts * slots.rank)
     tiles = triton.cdiv(lanes, _BLOCK_T)
+    if prompts is not None:
+        tiles = tile_count(lanes, prompts, size=_BLOCK_T, spare=1)
     launcher(_shrink_kernel, (tiles, triton.cdiv(between.shape[1], _BLOCK_Q)))(
         x_TK,
-        adapter_1,
+        adapter_P,
+        query_start_P1,
         slots.down_AQK,
         slots.scale_AP,
         between,
@@ -90,6 +103,7 @@ def _run(
         K=K,
         RANK=slots.rank,
         PARTS=slots.parts,
+        PROMPTS=prompts,
         BLOCK_T=_BLOCK_T,
         BLOCK_Q=_BLOCK_Q,
         BLOCK_K=_BLOCK_K,
@@ -98,7 +112,8 @@ def _run(
     )
     launcher(_expand_kernel, (tiles, triton.cdiv(rows, _BLOCK_M)))(
         between,
-        adapter_1,
+        adapter_P,
+        query_start_P1,
         slots.up_AMR,
         slots.part_M,
         out_TM,
@@ -108,6 +123,7 @@ def _run(
         RANK=slots.rank,
         PARTS=slots.parts,
         ADDS=adds,
+        PROMPTS=prompts,
         BLOCK_T=_BLOCK_T,
         BLOCK_M=_BLOCK_M,
         BLOCK_R=max(16, triton.next_power_of_2(slots.rank)),
@@ -117,10 +133,22 @@ def _run(
     return out_TM
 
 
+@triton.jit
+def _lanes_of_tile(query_start_ptr, lanes, PROMPTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The number of the program's chunk, its tile's first lane, and the lane where the chunk ends,
+    which a tile may be past.
+    """
+    chunk, first, count, tile = 0, 0, lanes, tl.program_id(0)
+    if query_start_ptr is not None:
+        chunk, first, count, tile = chunk_of_tile(query_start_ptr, tile, PROMPTS, BLOCK_T, 1)
+    return chunk, first + tile * BLOCK_T, first + count
+
+
 @triton.jit(do_not_specialize=["lanes"])
 def _shrink_kernel(
     x_ptr,
     adapter_ptr,
+    query_start_ptr,
     down_ptr,
     scale_ptr,
     between_ptr,
@@ -129,6 +157,7 @@ def _shrink_kernel(
     K: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -136,26 +165,27 @@ def _shrink_kernel(
 ):
     """One program for BLOCK_T lanes and BLOCK_Q rows of A."""
     ROWS: tl.constexpr = PARTS * RANK
-    lane = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     wait_for_inputs(PDL)
-    adapter = tl.load(adapter_ptr)
-    if adapter < 0:
+    chunk, begin, end = _lanes_of_tile(query_start_ptr, lanes, PROMPTS, BLOCK_T)
+    adapter = tl.load(adapter_ptr + chunk)
+    if (adapter < 0) | (begin >= end):
         return
+    lane = begin + tl.arange(0, BLOCK_T)
     x_ptrs = x_ptr + lane.to(tl.int64) * x_stride
     row_ptrs = down_ptr + (adapter.to(tl.int64) * ROWS + tl.minimum(row, ROWS - 1)) * K
     y = tl.zeros((BLOCK_T, BLOCK_Q), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(
-            x_ptrs[:, None] + k[None, :], mask=(lane < lanes)[:, None] & (k < K)[None, :], other=0.0
+            x_ptrs[:, None] + k[None, :], mask=(lane < end)[:, None] & (k < K)[None, :], other=0.0
         )
         down = tl.load(row_ptrs[None, :] + k[:, None], mask=(k < K)[:, None], other=0.0)
         y = tl.dot(x, down, y, input_precision="ieee")
     part = tl.minimum(row // RANK, PARTS - 1)
     y *= tl.load(scale_ptr + adapter * PARTS + part)[None, :]
     at = lane.to(tl.int64)[:, None] * ROWS + row[None, :]
-    stored = (lane < lanes)[:, None] & (row < ROWS)[None, :]
+    stored = (lane < end)[:, None] & (row < ROWS)[None, :]
     tl.store(between_ptr + at, y.to(between_ptr.dtype.element_ty), mask=stored)
 
 
@@ -163,6 +193,7 @@ def _shrink_kernel(
 def _expand_kernel(
     between_ptr,
     adapter_ptr,
+    query_start_ptr,
     up_ptr,
     part_ptr,
     out_ptr,
@@ -172,19 +203,23 @@ def _expand_kernel(
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     ADDS: tl.constexpr,
+    PROMPTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for BLOCK_T lanes and BLOCK_M weight rows: a product for each part."""
-    lane = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
     part = tl.load(part_ptr + m, mask=m < M, other=-1)
     wait_for_inputs(PDL)
-    adapter = tl.load(adapter_ptr)
-    stored = (lane < lanes)[:, None] & (m < M)[None, :]
+    chunk, begin, end = _lanes_of_tile(query_start_ptr, lanes, PROMPTS, BLOCK_T)
+    if begin >= end:
+        return
+    adapter = tl.load(adapter_ptr + chunk)
+    lane = begin + tl.arange(0, BLOCK_T)
+    stored = (lane < end)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + lane.to(tl.int64)[:, None] * out_stride + m[None, :]
     if adapter < 0:
         if not ADDS:
@@ -199,7 +234,7 @@ def _expand_kernel(
     for each in tl.static_range(PARTS):
         between = tl.load(
             lane_ptrs[:, None] + (each * RANK + r)[None, :],
-            mask=(lane < lanes)[:, None] & (r < RANK)[None, :],
+            mask=(lane < end)[:, None] & (r < RANK)[None, :],
             other=0.0,
         )
         up = tl.load(

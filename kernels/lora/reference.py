@@ -35,17 +35,27 @@ def lora_delta_reference(
     return out_NM
 
 
-def chunk_delta_reference(x_TK: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:
-    """Float32 `[T, M]`: an adapter's addition to the products of a chunk's lanes."""
-    between = x_TK.float() @ slots.down_AQK[adapter].float().t()
-    scale = slots.scale_AP[adapter].repeat_interleave(slots.rank)
-    between = (between * scale).to(x_TK.dtype).float()
-    return _product_of_parts(between, slots, adapter)
+def chunk_delta_reference(
+    out_TM: torch.Tensor, x_TK: torch.Tensor, slots: LoraSlots, adapter: int, *, adds: bool
+) -> None:
+    """One chunk of `add_chunk_delta`, or else of `chunk_delta`, in plain PyTorch: a lane's bits
+    depend neither on T nor on its neighbours.
+    """
+    if adapter < 0:
+        if not adds:
+            out_TM.fill_(NOTHING)
+        return
+    between = matmul_groups(x_TK.float(), slots.down_AQK[adapter].float())
+    delta = _up(between, slots, adapter, dtype=x_TK.dtype)
+    out_TM.copy_(out_TM.float() + delta if adds else delta)
 
 
-def _up(between_LQ: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:
+def _up(
+    between_LQ: torch.Tensor, slots: LoraSlots, adapter: int, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Float32 `[L, M]`: scale * B of A x, which is rounded to `dtype` once it is scaled."""
     scale = slots.scale_AP[adapter].repeat_interleave(slots.rank)
-    return _product_of_parts(between_LQ * scale, slots, adapter)
+    return _product_of_parts((between_LQ * scale).to(dtype).float(), slots, adapter)
 
 
 def _product_of_parts(between_LQ: torch.Tensor, slots: LoraSlots, adapter: int) -> torch.Tensor:

@@ -137,12 +137,19 @@ class LaneAdapters(NamedTuple):
     """The adapters of a step's lanes.
 
     of_slot_S    int32: the slot of the adapter of each request's slot; -1: none
-    of_chunk_1   int32: the adapter's slot of the chunk's request
+    of_chunk_P   int32: the adapter's slot of each chunk's request; -1: none
+    starts_P1    int32: lane where each chunk begins, then where the last one ends; None: all lanes
+                 are of one chunk
     """
 
     table: AdapterTable
     of_slot_S: Tensor
-    of_chunk_1: Tensor
+    of_chunk_P: Tensor
+    starts_P1: Tensor | None = None
+
+    def of_chunks(self, starts_P1: Tensor) -> LaneAdapters:
+        """The adapters of lanes that are those of P chunks, which begin at these."""
+        return self._replace(of_chunk_P=self.of_chunk_P[: len(starts_P1) - 1], starts_P1=starts_P1)
 
     def added(self, call: LinearCall) -> LinearCall:
         """A decode product with the adapters' additions: two launches before its own."""
@@ -155,14 +162,16 @@ class LaneAdapters(NamedTuple):
         return call._replace(delta_NM=delta)
 
     def chunk_delta(self, x_TK: Tensor, weight: AnyWeight, *, pdl: bool) -> Tensor | None:
-        """New `[T, M]`: the chunk's adapter's addition to a product; None: no adapter changes
+        """New `[T, M]`: the chunks' adapters' additions to a product; None: no adapter changes
         it.
         """
         slots = self.table.of(weight)
-        return None if slots is None else chunk_delta(x_TK, slots, self.of_chunk_1, pdl=pdl)
+        if slots is None:
+            return None
+        return chunk_delta(x_TK, slots, self.of_chunk_P, self.starts_P1, pdl=pdl)
 
     def add_to_chunk(self, out_TM: Tensor, x_TK: Tensor, weight: AnyWeight, *, pdl: bool) -> None:
-        """Add the adapter's part to a chunk's product in place."""
+        """Add the adapters' parts to the chunks' product in place."""
         slots = self.table.of(weight)
         if slots is not None:
-            add_chunk_delta(out_TM, x_TK, slots, self.of_chunk_1, pdl=pdl)
+            add_chunk_delta(out_TM, x_TK, slots, self.of_chunk_P, self.starts_P1, pdl=pdl)

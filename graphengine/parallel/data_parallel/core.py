@@ -23,7 +23,7 @@ from graphengine.host.step_plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.observe.tracing import ranged
 from graphengine.opening.scheduling import new_scheduler
 from graphengine.parallel.data_parallel.runtime import DataParallelRuntime, RemoteRank
-from graphengine.program.fields import NO_CHUNK, chunk_adapter, chunk_updates
+from graphengine.program.fields import NO_CHUNK, chunk_adapters, chunk_updates
 from graphengine.program.graph_key import GraphKey, chunk_key, decode_key
 from graphengine.requests.request import Request
 
@@ -151,7 +151,7 @@ class DataParallelCore(EngineCore):
         if chunk is not None:
             rank_state.fed = True
             updates = chunk_updates(chunk, speculative=self.memory.tokens_per_step > 1)
-            return updates | (chunk_adapter(chunk) if self.intake.adapters.slots else {})
+            return updates | (chunk_adapters((chunk,)) if self.intake.adapters.slots else {})
         fed, rank_state.fed = rank_state.fed, False
         return NO_CHUNK if fed else {}
 

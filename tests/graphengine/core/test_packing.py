@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.adapters import write_adapter
-from checkpoints.few_layers import few_layers
 from engines.packed_replies import chunks_of, prompt_of, replies, same
 from engines.small_engine import greedy, open_engine, run, sampled, step_until
 from extent import examples
@@ -173,7 +170,6 @@ def test_sessions_are_packed_with_others() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"max_adapters": 2}, "=3 is for engines without max_adapters=2"),
         ({"tensor_parallel": 2}, "=3 is for engines without tensor_parallel=2"),
         ({"pipeline_parallel": 2}, "=3 is for engines without pipeline_parallel=2"),
         ({"prompts_per_prefill": 0}, r"prompts_per_prefill=0 must be in \[1, 64\]"),
@@ -182,12 +178,6 @@ def test_sessions_are_packed_with_others() -> None:
 def test_engines_that_feed_one_prompt_say_so(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_engine(**PACKED | options)
-
-
-def test_adapters_that_are_opened_with_it_are_named(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "mine", few_layers())
-    with pytest.raises(ValueError, match=r"=3 is for engines without adapters=\{'mine': "):
-        open_engine(**PACKED, adapters={"mine": folder})
 
 
 def test_models_that_feed_one_prompt_say_so() -> None:

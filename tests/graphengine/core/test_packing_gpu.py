@@ -13,7 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from checkpoints.adapters import write_adapter
 from checkpoints.family_models import FamilyModel
+from checkpoints.few_layers import few_layers
 from checkpoints.hybrids import A, C, F, M, granite, lfm2, nemotron, qwen
 from checkpoints.random_models import make
 from checkpoints.tower_models import GRIDS, SEEN
@@ -151,6 +153,22 @@ def test_prompts_with_embeddings(family: str, quantize: str | None, tmp_path: Pa
         given[index] = PromptParts(prompts[index], whole(count), prompts[0])
     seeds = [{"seed": index} for index in range(len(given))]
     assert_alike(lambda: packing(path, **options), given, options=seeds, packed=3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_caching": True}, {"quantize": "int4"}, {"quantize": "fp8"}], ids=str
+)
+def test_prompts_with_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each prompt has its own, or none; prompts begin alike."""
+    folders = {
+        name: write_adapter(tmp_path / name, Path(few_layers()), rank=rank, seed=rank)
+        for name, rank in (("one", 8), ("two", 5))
+    }
+    prompts = [prompt_of(length) for length in LENGTHS]
+    prompts = [*prompts[:3], *(prompts[1][:32] + prompt for prompt in prompts[3:])]
+    names = ("one", None, "two", "one", "two", "one", None)
+    own = [{"adapter": name} for name in names]
+    assert_alike(lambda: packing(adapters=folders, **options), prompts, options=own, packed=3)
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])

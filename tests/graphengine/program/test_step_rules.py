@@ -60,6 +60,12 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "packed prompts of convolutions": ("Lfm2ForCausalLM", {"prompts_per_prefill": 3}),
     "packed prompts of n-grams": ("tiny", {"prompts_per_prefill": 3, "speculative": NGram(k=3)}),
     "packed prompts of GELUs": ("tiny-gemma", {"prompts_per_prefill": 3}),
+    "packed prompts with adapters": ("llama-1b", {"prompts_per_prefill": 3, "max_adapters": 2}),
+    "packed prompts with routing": ("tiny-moe", {"prompts_per_prefill": 3, "record_routing": True}),
+    "packed prompts with pictures": (
+        "Qwen2VLForConditionalGeneration",
+        {"prompts_per_prefill": 3, "prompt_embeds": True},
+    ),
     "several steps": (DEMO, {"steps_per_launch": 3}),
     "several steps of one row": (DEMO, {"steps_per_launch": 2, "max_batch": 1, "buckets": (1,)}),
     "several steps with drafts": (DEMO, {"steps_per_launch": 2, "speculative": MTP(k=3)}),

@@ -285,6 +285,53 @@ def test_a_chunk_has_one_adapter(device, dtypes, lanes, M, K, rank, parts, dtype
     assert torch.equal(room, before), "something past the outputs was written"
 
 
+@settings(deadline=None, max_examples=examples(6, 30))
+@given(
+    counts=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    absent=st.integers(0, 2),
+    padded=st.integers(0, 40),
+    dtype=st.integers(0, 2),
+    data=st.data(),
+)
+@example(counts=[32, 1, 33], absent=1, padded=0, dtype=0, data=None)
+def test_chunks_of_several_prompts_have_their_own(
+    device, dtypes, counts, absent, padded, dtype, data
+):
+    """The bits of each chunk alone; lanes past the chunks are neither read nor written."""
+    dtype = dtypes[dtype % len(dtypes)]
+    slots = make_slots(133, 72, 5, 2, dtype, device)
+    adapter = st.integers(-1, ADAPTERS - 2)
+    adapters = [0, -1, 1] if data is None else [data.draw(adapter) for _ in counts]
+    ends = torch.tensor([0, *counts, *[0] * absent], dtype=torch.int32).cumsum(0).int().to(device)
+    adapter_P = torch.tensor([*adapters, *[-1] * absent], dtype=torch.int32, device=device)
+    total = sum(counts)
+    x = torch.randn(total + padded, 72).to(device, dtype)
+    x[total:] = torch.nan
+    before = torch.randn(total + padded, 133).to(device, dtype)
+    out = add_chunk_delta(before.clone(), x, slots, adapter_P, ends)
+    delta = chunk_delta(x, slots, adapter_P, ends)
+    assert torch.equal(out[total:], before[total:])
+    first = 0
+    for chunk, count in enumerate(counts):
+        lanes, own = slice(first, first + count), adapter_P[chunk : chunk + 1]
+        alone = add_chunk_delta(before[lanes].clone(), x[lanes], slots, own)
+        assert torch.equal(out[lanes], alone), f"{chunk=}"
+        bits = chunk_delta(x[lanes], slots, own).float().view(torch.int32)
+        assert torch.equal(delta[lanes].float().view(torch.int32), bits), f"{chunk=}"
+        first += count
+
+
+def test_chunks_and_adapters_must_be_as_many():
+    slots, x = make_slots(6, 8, 2, 2, torch.float32), torch.zeros(4, 8)
+    one, starts = torch.zeros(1).int(), torch.tensor([0, 2, 4]).int()
+    with pytest.raises(ValueError, match=r"adapter_P must be a dense torch.int32 \[2\], not .*1,"):
+        chunk_delta(x, slots, one, starts)
+    with pytest.raises(ValueError, match=r"adapter_P must be a dense torch.int32 \[1\], not .*2,"):
+        chunk_delta(x, slots, starts[:2])
+    with pytest.raises(ValueError, match=r"query_start must be a dense int32 .* not torch.int64"):
+        chunk_delta(x, slots, one, starts.long())
+
+
 def test_is_added_before_the_activation():
     x, weight, delta = torch.randn(5, 8), torch.randn(12, 8), torch.randn(5, 12)
     gate, up = (x @ weight.t() + delta).chunk(2, dim=1)
@@ -337,5 +384,6 @@ def test_compiles_for_hopper(make_linear_case):
         lora_delta(case.call(eps=EPS, launch=launch), slots, adapter_S)
     with launches_handed_to(partial(take, starts_early=False), CHUNK):
         chunk_delta(case.x, slots, adapter_S[:1], pdl=True)
+        chunk_delta(case.x, slots, adapter_S[:3], torch.zeros(4).int(), pdl=True)
     lanes = ["_shrink_lanes_kernel", "_expand_lanes_kernel"]
-    assert compiled == [*lanes, *lanes, "_shrink_kernel", "_expand_kernel"]
+    assert compiled == [*lanes, *lanes, *["_shrink_kernel", "_expand_kernel"] * 2]

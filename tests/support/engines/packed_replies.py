@@ -56,10 +56,13 @@ def replies(
     """Tokens of each prompt, and the bits of its KV and of its states once it decodes; and of the
     record of experts, if there is one. All are submitted at once.
 
-    options  of each prompt's `params_of`
+    options  of each prompt's `params_of`, and its adapter
     """
-    given = zip(prompts, options or [{}] * len(prompts), strict=True)
-    requests = [engine.submit(prompt, params_of(prompt, **own)) for prompt, own in given]
+    given = zip(prompts, map(dict, options or [{}] * len(prompts)), strict=True)
+    requests = [
+        engine.submit(prompt, adapter=own.pop("adapter", None), params=params_of(prompt, **own))
+        for prompt, own in given
+    ]
     bits: dict[int, list[torch.Tensor]] = {}
     while engine.busy:
         engine.step()
