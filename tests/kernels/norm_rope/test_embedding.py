@@ -248,7 +248,9 @@ def test_adding_features_compiles_for_sm_90():
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows = new(65, 4, 2560, dtype=torch.bfloat16)[:, 1]
-    given = GivenRows(rows, new(1), 1.0)
     tensors = (new(64, 2560, dtype=torch.float32), new(64), new(64))
-    ptx, _ = compile_launch(record_launch(embedding, lambda: add_given(*tensors, given)))
-    assert "ld.global" in ptx
+    for entries in (1, 64):
+        given = GivenRows(rows, new(entries), 1.0)
+        launch = record_launch(embedding, lambda given=given: add_given(*tensors, given))
+        ptx, _ = compile_launch(launch)
+        assert "ld.global" in ptx
