@@ -132,6 +132,11 @@ class EngineSizes:
         return max((rows for rows in sizes if self.drafts_of(rows)), default=sizes[0])
 
     @property
+    def drafted_rows(self) -> int:
+        """Most rows that a replay drafts for: a bucket's, or the prompts of a prefill."""
+        return max(self.draft_rows, self.packed_prompts)
+
+    @property
     def widest_rows(self) -> int:
         """The bucket with drafts that feeds the most tokens; among equals, the largest."""
         sizes = BucketLadder(self.max_batch, self.buckets).sizes

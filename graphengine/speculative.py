@@ -138,7 +138,6 @@ class NGram(Mode):
     max_n: int = 5
 
     on_data_ranks: ClassVar[bool] = True
-    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -169,8 +168,6 @@ class Suffix(Mode):
     factor: float = 1.0
     max_match: int = 32
     corpus: PathName | None = None
-
-    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -330,7 +327,6 @@ class UserProvided(Mode):
     lockstep: ClassVar[bool] = True
     own_drafts: ClassVar[bool] = True
     on_data_ranks: ClassVar[bool] = True
-    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -360,6 +356,7 @@ class SaveHiddenStates(Mode):
 
     # Hidden states are copied out before those of the next prompt overwrite them.
     lockstep: ClassVar[bool] = True
+    packs_prompts: ClassVar[bool] = False
     whole_prompts: ClassVar[bool] = True
     # It reads the stream after layers of several stages.
     in_stages: ClassVar[bool] = False

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from graphengine.models.checkpoints.checkpoint import Checkpoint
     from graphengine.models.contract import Model
     from graphengine.models.launches import DecodeLaunch, RankGroup
-    from graphengine.models.linears import LinearPlans
+    from graphengine.models.linears import LinearPlans, Linears
     from graphengine.models.states import LayerStates
     from graphengine.models.weights import Destinations, StoredLinear, StoredWeights
 
@@ -76,12 +76,12 @@ class Verified(NamedTuple):
 
 class Prefilled(NamedTuple):
     """Inputs of `prepare`: the chunks of P prompts that a prefill replay has run and published. P
-    is 1 except in modes that pack prompts.
+    is 1 unless the engine packs prompts.
     """
 
     chunk: PrefillLanes
     next_prompt_token: Tensor | None
-    """int32 [1]: the prompt's token after the chunk; it has no meaning after the last one. None
+    """int32 [P]: the prompt's token after each chunk; it has no meaning after the last one. None
     where nothing is drafted."""
     hidden: Tensor | None
     """[T, H] in the model's dtype, after the final norm; None where `wants_hidden` is not set."""
@@ -97,14 +97,13 @@ class Prefilled(NamedTuple):
 
     @property
     def following(self) -> Tensor:
-        """int32 [T]: the token after each lane's token in a single chunk. The last lane of a
-        prompt's last chunk has the sampled token.
+        """int32 [T]: the token after each lane's token. The last lane of a prompt's last chunk has
+        the sampled token.
         """
-        token, last = self.chunk.token, self.chunk.last
         assert self.next_prompt_token is not None, "nothing is drafted"
-        following = torch.where(self.final != 0, self.token, self.next_prompt_token)
-        lane = torch.arange(token.shape[0], dtype=last.dtype, device=token.device)
-        return torch.where(lane == last, following, token.roll(-1))
+        return self.chunk.followed_by(
+            torch.where(self.final != 0, self.token, self.next_prompt_token)
+        )
 
     def embedded(self, token_T: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
         """Token ids and fusion of these tokens for `combine_hidden`.
@@ -243,6 +242,11 @@ class Drafter(ABC):
     def fields(self, sizes: FieldSizes) -> list[Field]:
         """Its own static fields."""
         return []
+
+    @property
+    def chunk_linears(self) -> Linears:
+        """Its linears by which a prefill multiplies, and maybe others."""
+        return {}
 
     def bytes_read(self, step: StepSizes) -> int | None:
         """Bytes that the drafts of a step must read. None: with these weights it is not known.

@@ -16,6 +16,7 @@ from torch import Tensor
 from graphengine.buckets import Field, StaticBuffers
 from graphengine.drafters.base import FieldSizes
 from graphengine.drafters.head import DraftHead, Hidden
+from graphengine.kernels.core.lanes import write_rows
 from graphengine.kernels.draft.confidence import follow_acceptance, withhold_drafts
 from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.step.state import DecodeLanes
@@ -38,9 +39,9 @@ class EveryDraft:
         opened._head = head
         return opened
 
-    def begin(self, lane_1: DecodeLanes) -> None:
-        """Called after a prompt chunk. After the last one `lane_1` has the slot of the new request;
-        after others it is padded.
+    def begin(self, lanes: DecodeLanes) -> None:
+        """Called after prompts' chunks, with a lane for each. After a prompt's last chunk it has
+        the slot of the new request; after others it is padded.
         """
 
     def follow(self, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> None:
@@ -103,10 +104,8 @@ class SureDrafts(EveryDraft):
         opened._recent = buffers["recent_acceptance"]
         return opened
 
-    def begin(self, lane_1: DecodeLanes) -> None:
-        slot = lane_1.slot.clamp(min=0).long()
-        before = self._recent.index_select(0, slot)
-        self._recent.index_copy_(0, slot, torch.where(lane_1.slot >= 0, 1.0, before))
+    def begin(self, lanes: DecodeLanes) -> None:
+        write_rows(self._recent, lanes.slot, self._recent.new_ones(len(lanes.slot)))
 
     def follow(self, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> None:
         follow_acceptance(self._recent, count_R, lanes.slot, pdl=launch.pdl)

@@ -35,7 +35,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.destinations import destinations, load_weights, read_model
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.launches import WHOLE, DecodeLaunch
-from graphengine.models.linears import stream_groups
+from graphengine.models.linears import Linears, stream_groups
 from graphengine.models.states import (
     StateTensors,
     recurrent_fields,
@@ -88,6 +88,7 @@ class DraftModelDrafter(Drafter):
             reserve=length,
             # After a prompt its last token is fed again, by the decode kernels.
             tokens_after=1,
+            prompt_lanes=self.lanes_of(1),
             withholds=self._choice.withholds,
         )
         self.own_checkpoint = checkpoint
@@ -119,6 +120,10 @@ class DraftModelDrafter(Drafter):
     def lanes_of(rows: int) -> int:
         """Lanes of its widest launch, which feeds the last two tokens of each row."""
         return 2 * rows
+
+    @property
+    def chunk_linears(self) -> Linears:
+        return self.config.linears
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.config.allocate(device="meta", dtype=dtype).nbytes

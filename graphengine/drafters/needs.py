@@ -17,6 +17,8 @@ class DraftNeeds:
     """Depth of its trees of drafts, whose nodes `length` counts; 0: its drafts are chains."""
     own_lanes: int = 0
     """Lanes of a row in its own widest launch, where they are more than the step's 1 + K."""
+    prompt_lanes: int = 0
+    """Lanes of each prompt in its widest launch after a prefill, where they are more than one."""
     states: tuple[LayerStates, ...] = ()
     """The states that each of its own layers keeps of a request. Paged ones are in blocks of one
     shape, numbered as the target's blocks; recurrent ones are among its own fields."""
@@ -57,6 +59,11 @@ class DraftNeeds:
     def lanes_of_row(self) -> int:
         """Lanes of each row in the widest launch, its own or the step's."""
         return max(1 + self.length, self.own_lanes)
+
+    @property
+    def lanes_of_prompt(self) -> int:
+        """Lanes of each prompt in its widest launch after a prefill."""
+        return max(1, self.prompt_lanes)
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         """Shape of a block of its own KV, [layers, 2, block_size, G, D]; [0] without any."""

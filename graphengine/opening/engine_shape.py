@@ -68,7 +68,7 @@ class EngineShape:
         if config.prefill_cut is not None:
             _check_cut(config, chunks, max_seq_len)
         weights = model.allocate(device="meta", dtype=dtype)
-        check_packing(model, config, device, dtype)
+        check_packing(model, config, drafter, device, dtype)
         return cls(
             model=model,
             config=config,

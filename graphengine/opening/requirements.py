@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from graphengine.config import EngineConfig
-from graphengine.drafters import DraftNeeds
+from graphengine.drafters import Drafter, DraftNeeds
 from graphengine.kernels.core.devices import device_of
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.packed_cut import PACKED_COLUMNS
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
@@ -62,7 +63,11 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
 
 
 def check_packing(
-    model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
+    model: ModelConfig,
+    config: EngineConfig,
+    drafter: Drafter,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     """ValueError where one prefill replay cannot take chunks of several prompts.
 
@@ -74,7 +79,6 @@ def check_packing(
     asked = f"prompts_per_prefill={config.prompts_per_prefill}"
     refused = {
         "speculative": config.mode is not None and not config.mode.packs_prompts,
-        "relaxed_acceptance": config.relaxed_acceptance,
         "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,
@@ -86,6 +90,7 @@ def check_packing(
     if model.inner:
         has = "has frames of codes, and feeds one prompt"
         raise ValueError(f"{asked}: a {model.architecture} {has}")
+    _check_drafts_of_prompts(drafter.needs, config, asked)
     gpu = device_of(device)
     if gpu is None:
         return
@@ -94,13 +99,29 @@ def check_packing(
             f"{asked} needs a GPU of compute capability 9.0 and 16 bits: {device} has "
             f"{'.'.join(map(str, gpu.capability))}, and dtype={dtype}"
         )
-    for name, linear in model.linears.items():
+    for name, linear in (*model.linears.items(), *drafter.chunk_linears.items()):
         chunked = linear.weight is None and linear.kind != "sample" and not linear.experts
         if chunked and (linear.rows % 8 or linear.columns % 8):
             raise ValueError(
                 f"{asked}: {name} has {linear.rows} rows and {linear.columns} columns, and a GPU "
                 f"takes multiples of 8"
             )
+
+
+def _check_drafts_of_prompts(needs: DraftNeeds, config: EngineConfig, asked: str) -> None:
+    """ValueError where a drafter does not take as many prompts at once."""
+    recurrent, prompts = recurrent_states(needs.states), config.packed_prompts
+    if recurrent:
+        raise ValueError(
+            f"{asked} is for drafters without recurrent states: speculative={config.mode!r:.99} "
+            f"has {len(recurrent)}, and feeds one prompt"
+        )
+    lanes = needs.lanes_of_prompt
+    if prompts * lanes > MAX_LANES:
+        raise ValueError(
+            f"{asked} drafts with {prompts * lanes} lanes after {prompts} prompts, {lanes} for "
+            f"each, and at most {MAX_LANES} fit: prompts_per_prefill={MAX_LANES // lanes} does"
+        )
 
 
 def check_frames(model: ModelConfig, config: EngineConfig) -> None:

@@ -73,8 +73,8 @@ def field_table(
     S, P = slots, prompts
     optional: list[Field] = []
     if prompt_logprobs or drafts:
-        meaning = "prompt token after the chunk"
-        optional.append(host("prefill_next", 1, dtype=int32, pad=-1, meaning=meaning))
+        meaning = "prompt token after each chunk"
+        optional.append(host("prefill_next", P, dtype=int32, pad=-1, meaning=meaning))
     if record_routing:
         meaning = "positions whose experts are given"
         optional.append(host("routing_len", S, dtype=int32, pad=0, meaning=meaning))
@@ -355,7 +355,7 @@ def host_updates(
             )
     if plan.prefill is not None:
         if plan.packed:
-            updates |= packed_updates(plan.chunks)
+            updates |= packed_updates(plan.chunks, speculative=speculative)
         else:
             updates |= chunk_updates(plan.prefill, speculative=speculative)
     if plan.swap_out or plan.swap_in:
@@ -377,9 +377,11 @@ def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str
     return _chunk_fields(chunk, speculative=speculative) | _embeds_update((chunk,))
 
 
-def packed_updates(chunks: Sequence[PrefillChunk]) -> dict[str, Any]:
-    """The fields of a prefill of several prompts, whose tokens follow each other."""
-    of_chunks = [_chunk_fields(chunk) for chunk in chunks]
+def packed_updates(chunks: Sequence[PrefillChunk], *, speculative: bool = False) -> dict[str, Any]:
+    """The fields of a prefill of several prompts, whose tokens follow each other; `speculative` as
+    in `host_updates`.
+    """
+    of_chunks = [_chunk_fields(chunk, speculative=speculative) for chunk in chunks]
     fields = {name: list(chain(*(each[name] for each in of_chunks))) for name in of_chunks[0]}
     return fields | _embeds_update(chunks)
 

@@ -258,9 +258,3 @@ class LogitsStep:
             TokenLogprobs(*columns[4:]),
             top=self._top,
         )
-
-
-def following_tokens(chunk: PrefillLanes, next_1: Tensor) -> Tensor:
-    """int32 [T]: the prompt's token after each lane of a chunk; after the last one `next_1`."""
-    lane = torch.arange(len(chunk.token), dtype=torch.int32, device=next_1.device)
-    return torch.where(lane == chunk.last, next_1, chunk.token.roll(-1))

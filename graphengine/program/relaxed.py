@@ -38,7 +38,6 @@ class Relaxation:
 
     def __init__(self, options: RelaxedAcceptance, buffers: StaticBuffers) -> None:
         self.options = options
-        self._buffers = buffers
         self._delta = buffers["relaxed_delta"]
         self._begin, self._end = (
             torch.tensor(list(ids), dtype=torch.int32, device=buffers.device)
@@ -73,14 +72,10 @@ class Relaxation:
         )
 
     def follow_prompt(self, prefilled: Prefilled) -> None:
-        """Update the state with a prompt chunk, and the token sampled after the last chunk."""
-        buffers = self._buffers
+        """Update the state with prompts' chunks, and the token sampled after each last one."""
         relaxed_delta_prompt(
-            prefilled.chunk.token,
+            prefilled.chunk,
             prefilled.token,
-            buffers["prefill_slot"],
-            buffers["prefill_start"],
-            buffers["prefill_count"],
             prefilled.final,
             self._delta,
             self._begin,

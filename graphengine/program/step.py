@@ -61,7 +61,7 @@ from graphengine.models.states import StateTensors
 from graphengine.models.vocabulary import Vocabulary
 from graphengine.program.frame_step import FrameStep
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers
-from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
+from graphengine.program.logits_step import LogitsStep, Processed
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
 from graphengine.program.stages import StepFlow
@@ -331,7 +331,7 @@ class StepProgram:
             self.logits_step.note(processed.lanes, sampled, flags & EMITTED)
         if kind == "prompt":
             assert hidden is not None, f"{kind=}"
-            next_tokens = following_tokens(chunk, buffers["prefill_next"])
+            next_tokens = chunk.followed_by(buffers["prefill_next"][:1])
             reported = chunk
             if self.given is not None and not self.logits_step.writes_rows:
                 # Where no token follows there is nothing to report.
@@ -342,7 +342,7 @@ class StepProgram:
             self.routing.publish_prompt(routes, chunk)
         if self.frames is not None and frame is not None:
             self.frames.publish(frame, flags & EMITTED, slot, pdl=False)
-        following = buffers["prefill_next"] if self._drafts else None
+        following = buffers["prefill_next"][: len(slot)] if self._drafts else None
         rows = given[0] if given else None
         prefilled = Prefilled(chunk, following, hidden, sampled, final, attention, rows)
         if self.relaxation is not None:

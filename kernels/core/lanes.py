@@ -105,6 +105,19 @@ def live_rows(slot_N: torch.Tensor) -> slice | torch.Tensor:
     return slice(count) if min(slots[:count], default=0) >= 0 else live_lanes(slot_N)
 
 
+def write_rows(table: torch.Tensor, slot_N: torch.Tensor, rows: torch.Tensor) -> None:
+    """`table[slot] = row` for each live lane and its row; no two lanes have one slot.
+
+    torch's own scatters have no padded lanes.
+    """
+    slot_S = torch.arange(len(table), dtype=torch.int32, device=table.device)
+    is_own_SN = slot_S[:, None] == slot_N
+    # The first lane of a slot, or any.
+    row = rows.index_select(0, is_own_SN.to(torch.int32).argmax(dim=1))
+    written = is_own_SN.any(dim=1).view(-1, *[1] * (table.dim() - 1))
+    table.copy_(torch.where(written, row, table))
+
+
 def sum_rows(x: torch.Tensor) -> torch.Tensor:
     """Sum of each row of a matrix, for references: its bits do not depend on the other rows.
 

@@ -20,10 +20,12 @@ Lane j, whose logits predict the token after its own, judges the draft in lane j
 did, and then the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
 
 Letters: S slots, R rows, K drafts of a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a
-prefill bucket. Lane r * (K + 1) + j is row r's j-th token.
+prefill bucket, C chunks of prompts in it. Lane r * (K + 1) + j is row r's j-th token.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.sample.candidates import MASS_SCALE, SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import MAX_VOCABULARY
-from graphengine.kernels.step.state import DecodeLanes, stop_ids_block
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, stop_ids_block
 
 _BLOCK = 4096
 _WARPS = 32
@@ -222,82 +224,71 @@ def update_relaxed_delta_reference(
 
 
 def relaxed_delta_prompt(
-    tokens_T: torch.Tensor,
-    token_1: torch.Tensor,
-    prefill_slot_1: torch.Tensor,
-    prefill_start_1: torch.Tensor,
-    prefill_count_1: torch.Tensor,
-    prefill_final_1: torch.Tensor,
+    chunk: PrefillLanes,
+    token_C: torch.Tensor,
+    final_C: torch.Tensor,
     delta_S: torch.Tensor,
     begin_ids: torch.Tensor,
     end_ids: torch.Tensor,
     relaxed_delta: float,
 ) -> None:
-    """Scan one slot's prompt chunk as `update_relaxed_delta` scans a step; after the final chunk
-    also scan the first sampled token.
+    """Scan prompts' chunks as `update_relaxed_delta` scans a step; after a prompt's final chunk
+    also scan its first sampled token.
 
-    The prompt's first chunk, at start 0, begins with a delta of 0; later chunks begin with the
-    delta that the chunks before them left. A slot of -1 or a count of 0 changes nothing.
+    A prompt's first chunk, at position 0, begins with a delta of 0; later chunks begin with the
+    delta that the chunks before them left. A chunk without lanes changes nothing.
 
     Args:
-        tokens_T: int32 [T], the chunk, then arbitrary values.
-        token_1: int32 [1], from `sample`; read only after the final chunk. -1, for logits that were
-            not valid, is no mark.
-        prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1: int32 [1], as for
-            `commit_prefill`; a count past T counts as T.
+        chunk: the lanes of C chunks, whose slots differ.
+        token_C: int32, from `sample`; read only after final chunks. -1, for logits that were not
+            valid, is no mark.
+        final_C: int32, not 0 for a prompt's last chunk.
         delta_S, begin_ids, end_ids, relaxed_delta: as in `update_relaxed_delta`.
 
     ValueError for a shape or dtype that does not fit.
     """
-    tokens = tokens_T.numel()
-    check_lanes(tokens, prefill_tokens=tokens_T)
-    check_lanes(
-        1,
-        token=token_1,
-        prefill_slot=prefill_slot_1,
-        prefill_start=prefill_start_1,
-        prefill_count=prefill_count_1,
-        prefill_final=prefill_final_1,
-    )
+    tokens, chunks = chunk.slot.numel(), chunk.last.numel()
+    check_lanes(tokens, token=chunk.token, slot=chunk.slot, position=chunk.position)
+    check_lanes(chunks, sampled=token_C, final=final_C)
+    check_lanes(chunks + 1, query_start=chunk.query_start)
     scan = _scan_args(delta_S, begin_ids, end_ids, relaxed_delta)
-    chunk = (prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1)
     if not use_triton(delta_S):
         relaxed_delta_prompt_reference(
-            tokens_T, token_1, *chunk, delta_S, begin_ids, end_ids, relaxed_delta
+            chunk, token_C, final_C, delta_S, begin_ids, end_ids, relaxed_delta
         )
         return
-    launcher(_prompt_kernel, (1,))(
-        tokens_T,
-        token_1,
-        *chunk,
+    launcher(_prompt_kernel, (chunks,))(
+        chunk.token,
+        chunk.slot,
+        chunk.position,
+        chunk.query_start,
+        token_C,
+        final_C,
         *scan,
-        tokens,
         BLOCK_T=triton.next_power_of_2(max(tokens, 1)),
     )
 
 
 def relaxed_delta_prompt_reference(
-    tokens_T: torch.Tensor,
-    token_1: torch.Tensor,
-    prefill_slot_1: torch.Tensor,
-    prefill_start_1: torch.Tensor,
-    prefill_count_1: torch.Tensor,
-    prefill_final_1: torch.Tensor,
+    chunk: PrefillLanes,
+    token_C: torch.Tensor,
+    final_C: torch.Tensor,
     delta_S: torch.Tensor,
     begin_ids: torch.Tensor,
     end_ids: torch.Tensor,
     relaxed_delta: float,
 ) -> None:
     """Plain twin of `relaxed_delta_prompt`."""
-    slot, count = int(prefill_slot_1), int(prefill_count_1)
-    if slot < 0 or count <= 0:
-        return
-    if int(prefill_start_1) == 0:
-        delta_S[slot] = 0.0
-    seen = tokens_T[:count].tolist()
-    if int(prefill_final_1) != 0:
-        seen.append(int(token_1))
-    _scan(seen, delta_S, slot, begin_ids, end_ids, relaxed_delta)
+    for index, (first, end) in enumerate(pairwise(chunk.query_start.tolist())):
+        if end == first:
+            continue
+        slot = int(chunk.slot[first])
+        if int(chunk.position[first]) == 0:
+            delta_S[slot] = 0.0
+        seen = chunk.token[first:end].tolist()
+        if int(final_C[index]) != 0:
+            seen.append(int(token_C[index]))
+        _scan(seen, delta_S, slot, begin_ids, end_ids, relaxed_delta)
 
 
 def _scan(
@@ -520,35 +511,36 @@ def _update_kernel(
 
 @triton.jit
 def _prompt_kernel(
-    tokens_ptr,
-    token_ptr,
-    prefill_slot_ptr,
-    prefill_start_ptr,
-    prefill_count_ptr,
-    prefill_final_ptr,
-    delta_ptr,
+    chunk_token_ptr,
+    chunk_slot_ptr,
+    chunk_position_ptr,
     begin_ptr,
-    end_ptr,
+    token_ptr,
+    final_ptr,
+    delta_ptr,
+    begin_ids_ptr,
+    end_ids_ptr,
     relaxed_delta,
     begin_ids,
     end_ids,
-    tokens,
     BLOCK_T: tl.constexpr,
 ):
-    """One program, as there is one chunk. The first sampled token comes after the chunk."""
-    slot = tl.load(prefill_slot_ptr)
-    count = tl.load(prefill_count_ptr)
-    live = (slot >= 0) & (count > 0)
-    first = tl.load(prefill_start_ptr) == 0
-    final = live & (tl.load(prefill_final_ptr) != 0)
-    t = tl.arange(0, BLOCK_T)
-    taken = live & (t < count) & (t < tokens)
-    token = tl.load(tokens_ptr + t, mask=taken, other=-1)
-    mark = _last_mark(token, taken, begin_ptr, end_ptr, begin_ids, end_ids, BLOCK_T)
+    """One program per chunk. The first sampled token comes after the chunk."""
+    chunk = tl.program_id(0)
+    begin = tl.load(begin_ptr + chunk)
+    end = tl.load(begin_ptr + chunk + 1)
+    live = end > begin
+    slot = tl.load(chunk_slot_ptr + begin, mask=live, other=-1)
+    first = tl.load(chunk_position_ptr + begin, mask=live, other=0) == 0
+    final = live & (tl.load(final_ptr + chunk) != 0)
+    lane = begin + tl.arange(0, BLOCK_T)
+    token = tl.load(chunk_token_ptr + lane, mask=lane < end, other=-1)
+    mark = _last_mark(token, lane < end, begin_ids_ptr, end_ids_ptr, begin_ids, end_ids, BLOCK_T)
 
     one = tl.arange(0, 1)
-    sampled = tl.load(token_ptr + one, mask=final, other=-1)
-    own = _last_mark(sampled, final & (one == 0), begin_ptr, end_ptr, begin_ids, end_ids, 1)
+    sampled = tl.load(token_ptr + chunk + one, mask=final, other=-1)
+    after = final & (one == 0)
+    own = _last_mark(sampled, after, begin_ids_ptr, end_ids_ptr, begin_ids, end_ids, 1)
     mark = tl.where(own != 0, own, mark)
     changes = live & (first | (mark != 0))
     tl.store(delta_ptr + slot, tl.where(mark == 2, relaxed_delta, 0.0), mask=changes)

@@ -130,6 +130,49 @@ class PrefillLanes(NamedTuple):
     last: torch.Tensor
     """int32 [P]: each chunk's last live lane, which is sampled; 0 if none is live."""
 
+    @property
+    def chunk_of_lane(self) -> torch.Tensor:
+        """int64 [T]: the number of each lane's chunk; past the chunks any."""
+        return _chunks_of_lanes(self.query_start[1:], _numbered(self.token))
+
+    @property
+    def slot_of_chunk(self) -> torch.Tensor:
+        """int32 [P]: -1 for a chunk without lanes."""
+        live = self.query_start[1:] > self.query_start[:-1]
+        return self.slot.index_select(0, self.last).where(live, -1)
+
+    @property
+    def start_of_chunk(self) -> torch.Tensor:
+        """int32 [P]: the position of each chunk's first token; any for a chunk without lanes."""
+        return self.position.index_select(0, self.query_start[:-1].clamp(max=len(self.token) - 1))
+
+    def followed_by(self, next_P: torch.Tensor) -> torch.Tensor:
+        """int32 [T]: the token after each lane's; after each chunk's last lane that of `next_P`."""
+        chunk = self.chunk_of_lane
+        is_last = _numbered(self.token) == self.last.index_select(0, chunk)
+        return torch.where(is_last, next_P.index_select(0, chunk), self.token.roll(-1))
+
+    def preceded_by(self, rows_TH: torch.Tensor, before_PH: torch.Tensor) -> torch.Tensor:
+        """[T, H]: the row of the lane before each; for each chunk's first lane that of `before`."""
+        chunk = self.chunk_of_lane
+        is_first = _numbered(self.token) == self.query_start.index_select(0, chunk)
+        return torch.where(
+            is_first[:, None], before_PH.index_select(0, chunk), rows_TH.roll(1, dims=0)
+        )
+
+
+def _numbered(lanes_T: torch.Tensor) -> torch.Tensor:
+    """int32 [T]: the lanes' numbers."""
+    return torch.arange(len(lanes_T), dtype=torch.int32, device=lanes_T.device)
+
+
+def _chunks_of_lanes(end_P: torch.Tensor, lane_T: torch.Tensor) -> torch.Tensor:
+    """int64 [T]: the number of the chunk that each lane is in; past the chunks any.
+
+    end_P  int32, the lane after each chunk
+    """
+    return torch.searchsorted(end_P, lane_T, right=True).clamp(max=len(end_P) - 1)
+
 
 def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
     """Start afresh, in place, every slot whose epoch differs from the one the host commands.
@@ -218,9 +261,8 @@ def gather_prefill_reference(
     counts = prefill_count_P.clamp(0, tokens).where(prefill_slot_P >= 0, 0)
     end = counts.cumsum(0, dtype=torch.int32).clamp(max=tokens)
     begin = torch.cat([end.new_zeros(1), end[:-1]])
-    lane = torch.arange(tokens, dtype=torch.int32, device=tokens_T.device)
-    # The chunk of each lane; past the chunks any.
-    chunk = torch.searchsorted(end, lane, right=True).clamp(max=len(end) - 1)
+    lane = _numbered(tokens_T)
+    chunk = _chunks_of_lanes(end, lane)
     return PrefillLanes(
         token=tokens_T.clone(),
         slot=prefill_slot_P[chunk].where(lane < end[-1], -1),

@@ -43,7 +43,7 @@ def keep_keys(
         made = linear(call, STORE)
     else:
         out = fed.new_empty(len(fed), 2 * block.kv_size)
-        made = chunk_product(fed, weight, bias, out=out, pdl=launch.pdl)
+        made = chunk_product(fed, weight, bias, out=out, pdl=launch.pdl, any_lanes=launch.any_lanes)
     attention.append(made, 0, slot, position, kv, block_table, tables, launch)
 
 

@@ -91,6 +91,7 @@ class BlockDrafter(Drafter):
             length=length,
             states=config.states,
             reserve=self._width,
+            prompt_lanes=self._width,
             wants_hidden=not all_lanes_reach(target.states, max(config.layers)),
             reads_streams=True,
         )
@@ -103,7 +104,7 @@ class BlockDrafter(Drafter):
         return self._whole.states
 
     @property
-    def _linears(self) -> Linears:
+    def chunk_linears(self) -> Linears:
         linears = self.config.linears()
         shared = not self.config.own_head
         formats = {name: [None] for name in linears} | {HEAD: [self._head_form if shared else None]}
@@ -138,7 +139,7 @@ class BlockDrafter(Drafter):
         chain_family: RowFamily,
     ) -> Destinations:
         self.weights = allocate_dflash_weights(self.config, device=str(device), dtype=dtype)
-        self.plans, _ = choose_plans(self._linears, dtype, family, device)
+        self.plans, _ = choose_plans(self.chunk_linears, dtype, family, device)
         if self.own_checkpoint is None:
             return self.weights.destinations()
         self.own_checkpoint.load(self.weights.destinations())

@@ -277,7 +277,9 @@ def dflash_chunk_context(
 ) -> Tensor:
     """Compute c for a chunk's lanes, otherwise like `dflash_context`."""
     product = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
-    chunk_product(streams_TS, weights.fc, None, out=product, pdl=launch.pdl)
+    chunk_product(
+        streams_TS, weights.fc, None, out=product, pdl=launch.pdl, any_lanes=launch.any_lanes
+    )
     return _normed(weights, product, slot_T, streams_TS.dtype, pdl=launch.pdl)
 
 

@@ -266,7 +266,9 @@ def fuse_chunk(
     """Compute g for a chunk's lanes, in the model's dtype; otherwise like `fuse_streams`."""
     normed = _normed_streams(weights, streams_TS, slot_T, launch.pdl)
     g = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
-    return chunk_product(normed, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
+    return chunk_product(
+        normed, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl, any_lanes=launch.any_lanes
+    )
 
 
 def _normed_streams(

@@ -293,6 +293,10 @@ class ModuleDrafter(Drafter):
     def table_bytes(self, max_seq_len: int) -> int:
         return self.modules.table_bytes(max_seq_len)
 
+    @property
+    def chunk_linears(self) -> Linears:
+        return self.modules.linears
+
     def bytes_read(self, step: StepSizes) -> int | None:
         return self.modules.bytes_read(self.length, step)
 

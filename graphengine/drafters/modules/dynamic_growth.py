@@ -47,6 +47,10 @@ class DynamicGrowth(TreeGrowth):
         return max(self.tree.nodes - 1, (self.tree.depth - 1) * self.tree.top_k)
 
     @property
+    def lanes(self) -> int:
+        return self.tree.top_k if self.tree.depth > 1 else 1
+
+    @property
     def table_bytes(self) -> int:
         return 4 * 2 * (self.tree.depth - 1) * self._rows * self.tree.top_k
 

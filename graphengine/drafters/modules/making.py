@@ -34,8 +34,8 @@ def module_drafter(
     _check_trees(config, model)
     _check_ranks(tree, vocabulary)
     if isinstance(tree, DynamicTree):
-        return TreeEagle(modules, DynamicGrowth(tree, config.draft_rows))
-    return TreeEagle(modules, StaticGrowth(tree, config.draft_rows))
+        return TreeEagle(modules, DynamicGrowth(tree, config.drafted_rows))
+    return TreeEagle(modules, StaticGrowth(tree, config.drafted_rows))
 
 
 def _check_trees(config: EngineConfig, model: ModelConfig) -> None:

@@ -30,7 +30,12 @@ class TreeEagle(EagleDrafter):
 
     def __init__(self, modules: DraftModules, growth: TreeGrowth) -> None:
         super().__init__(modules, growth.tree.nodes)
-        self.needs = replace(self.needs, depth=growth.tree.depth, reserve=growth.reserve)
+        self.needs = replace(
+            self.needs,
+            depth=growth.tree.depth,
+            reserve=growth.reserve,
+            prompt_lanes=growth.lanes,
+        )
         self._growth = growth
 
     def table_bytes(self, max_seq_len: int) -> int:

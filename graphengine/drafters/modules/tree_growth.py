@@ -68,6 +68,11 @@ class TreeGrowth(ABC):
 
     @property
     @abstractmethod
+    def lanes(self) -> int:
+        """Lanes of a tree in the widest run that grows it."""
+
+    @property
+    @abstractmethod
     def table_bytes(self) -> int:
         """Bytes of the tables that `open` makes."""
 
@@ -135,6 +140,10 @@ class StaticGrowth(TreeGrowth):
         # If the root is the request's second-last token, some nodes have entries past the request's
         # end, but no position lies there.
         return self.tree.nodes - 1
+
+    @property
+    def lanes(self) -> int:
+        return max(1, *(len(each.inner) for each in self.tree.generations))
 
     @property
     def table_bytes(self) -> int:

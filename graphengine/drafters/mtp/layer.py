@@ -470,7 +470,12 @@ def mtp_prefill(
     lanes, hidden = len(combined_T2H), config.hidden_size
     x = combined_T2H.new_empty(lanes, hidden)
     x = chunk_product(
-        combined_T2H, module.projection, None, out=x, activations=launch.activations
+        combined_T2H,
+        module.projection,
+        None,
+        out=x,
+        activations=launch.activations,
+        any_lanes=launch.any_lanes,
     ).float()
     scratch = prefill_scratch([layer], lanes, like=combined_T2H, launch=launch)
     rms_norm(

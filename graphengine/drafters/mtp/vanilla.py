@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from graphengine.drafters.head import Hidden
 from graphengine.drafters.modules.base import ModuleDrafter
 from graphengine.drafters.mtp.module import MtpModules, OpenMtp
 from graphengine.drafters.needs import DraftNeeds
+from graphengine.kernels.core.lanes import write_rows
 from graphengine.kernels.draft.draft import combine_hidden, commit_draft
 from graphengine.kernels.draft.vanilla import (
     Emitted,
@@ -62,7 +64,9 @@ class VanillaDrafter(ModuleDrafter):
     def __init__(self, modules: MtpModules, length: int, feed: Feed = "chained") -> None:
         assert length == modules.config.modules, f"{length=} {modules.config.modules=}"
         # The last module's row at p takes the token at p + K, and its launches are the widest.
-        needs = DraftNeeds(tokens_after=length, own_lanes=vanilla_lanes(length))
+        needs = DraftNeeds(
+            tokens_after=length, own_lanes=vanilla_lanes(length), prompt_lanes=length
+        )
         super().__init__(modules, length, needs)
         self._chained = feed == "chained" and length > 1
         self._kept: Tensor | None = None
@@ -99,7 +103,7 @@ class VanillaDrafter(ModuleDrafter):
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk, hidden, following = prefilled.chunk, prefilled.hidden, prefilled.following
         if self._kept is None:
-            lowest = torch.zeros_like(chunk.position[:1])
+            lowest = torch.zeros_like(chunk.last)
             runs = [
                 self._prefill(index, prefilled, following, hidden, lowest)
                 for index in range(self.length)
@@ -140,39 +144,37 @@ class VanillaDrafter(ModuleDrafter):
     def _prefill_chained(
         self, prefilled: Prefilled, following: Tensor, kept_SDH: Tensor
     ) -> list[Tensor]:
-        """Run all modules on a chunk, each on the previous one's output; returns their outputs.
+        """Run all modules on the chunks, each on the previous one's output; returns their outputs.
 
-        For each module but the last it keeps the output of the chunk's last row. After the last
-        chunk, drafting begins as if a step had fed the prompt's last token, so there it keeps the
-        output of the row before that token.
+        For each module but the last it keeps the output of each chunk's last row. After a prompt's
+        last chunk, drafting begins as if a step had fed the prompt's last token, so there it keeps
+        the output of the row before that token.
         """
         assert prefilled.hidden is not None, "a module reads hidden states"
-        chunk = prefilled.chunk
-        slot = chunk.slot[:1].clamp(min=0).long()
+        chunk, final = prefilled.chunk, (prefilled.final != 0)[:, None]
+        slot = chunk.slot_of_chunk.clamp(min=0)
         epoch, fed = self._epoch.index_select(0, slot), self._kept_epoch.index_select(0, slot)
-        kept_DH = kept_SDH.index_select(0, slot)[0]
+        kept_PDH = kept_SDH.index_select(0, slot)
         # Before the first chunk there are only the rows of a reused prefix, or none.
-        lowest = torch.where(fed == epoch, 0, chunk.position[:1])
-        hidden = prefilled.hidden
-        runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []
+        lowest = torch.where(fed == epoch, 0, chunk.start_of_chunk)
+        runs, kept = [self._prefill(0, prefilled, following, prefilled.hidden, lowest)], []
         for index in range(1, self.length):
-            hidden = torch.cat([kept_DH[index - 1 : index], runs[-1][:-1]])
-            next_hidden = torch.where(prefilled.final != 0, hidden, runs[-1])
-            kept.append(next_hidden.index_select(0, chunk.last))
+            hidden = chunk.preceded_by(runs[-1], kept_PDH[:, index - 1])
+            last, newest = (rows.index_select(0, chunk.last) for rows in (hidden, runs[-1]))
+            kept.append(torch.where(final, last, newest))
             runs.append(self._prefill(index, prefilled, following, hidden, lowest))
-        live = chunk.slot[:1] >= 0
-        kept_SDH.index_copy_(0, slot, torch.where(live, torch.cat(kept), kept_DH)[None])
-        self._kept_epoch.index_copy_(0, slot, torch.where(live, epoch, fed))
+        write_rows(kept_SDH, chunk.slot_of_chunk, torch.stack(kept, dim=1))
+        write_rows(self._kept_epoch, chunk.slot_of_chunk, epoch)
         return runs
 
     def _prefill(
         self, index: int, prefilled: Prefilled, following: Tensor, hidden: Tensor, lowest: Tensor
     ) -> Tensor:
-        """Run module `index` on a chunk, without positions below `lowest` [1]; returns its output
-        [T, H].
+        """Run module `index` on the chunks, without positions below each one's `lowest` [P];
+        returns its output [T, H].
         """
-        chunk, start = _shifted(prefilled.chunk, index, lowest)
-        attention = partial(prefilled.attention, query_start_P1=chunk.query_start, position_P=start)
+        chunk, segments = _shifted(prefilled.chunk, index, lowest)
+        attention = partial(prefilled.attention, **segments._asdict())
         token, fusion = prefilled.embedded(following, self._opened.fusions[index])
         combined = combine_hidden(token, chunk.slot, hidden, None, fusion)
         return self._opened.run_chunk(index, combined, chunk, attention)
@@ -260,15 +262,28 @@ def vanilla_lanes(length: int) -> int:
     return 2 * length
 
 
-def _shifted(chunk: PrefillLanes, shift: int, lowest: Tensor) -> tuple[PrefillLanes, Tensor]:
-    """The chunk `shift` positions earlier, its lanes below `lowest` padded, and int32 [1]: the
-    position of its first live lane.
+class _Segments(NamedTuple):
+    """The segments of `paged_prefill_attention`."""
+
+    query_start_P1: Tensor
+    slot_P: Tensor
+    position_P: Tensor
+
+
+def _shifted(chunk: PrefillLanes, shift: int, lowest_P: Tensor) -> tuple[PrefillLanes, _Segments]:
+    """The chunks `shift` positions earlier, with lanes below their chunk's `lowest` padded, and the
+    segments of the other lanes.
+
+    A segment of padded lanes is before each chunk's own, except the first one's.
     """
-    position, end = chunk.position - shift, chunk.query_start[1:]
-    below = (lowest - position[:1]).clamp(min=0)
-    shifted = chunk._replace(
-        slot=chunk.slot.where(position >= lowest, -1),
-        position=position,
-        query_start=torch.cat([torch.minimum(below, end), end]),
+    position, start = chunk.position - shift, chunk.start_of_chunk - shift
+    begin, end = chunk.query_start[:-1], chunk.query_start[1:]
+    first = torch.minimum(begin + (lowest_P - start).clamp(min=0), end)
+    slot, highest = chunk.slot_of_chunk, torch.maximum(start, lowest_P)
+    begins, slots, positions = (
+        torch.stack(pair, dim=1).flatten()[1:]
+        for pair in ((begin, first), (torch.full_like(slot, -1), slot), (highest, highest))
     )
-    return shifted, torch.maximum(position[:1], lowest)
+    segments = _Segments(torch.cat([begins, end[-1:]]), slots, positions)
+    live = position >= lowest_P.index_select(0, chunk.chunk_of_lane)
+    return chunk._replace(slot=chunk.slot.where(live, -1), position=position), segments

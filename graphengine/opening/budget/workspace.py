@@ -93,7 +93,12 @@ def workspace_bytes(shape: EngineShape) -> int:
 def _decode_lanes(shape: EngineShape) -> int:
     """Lanes of the largest decode graph, or of the part of a prompt whose logits are computed."""
     config = shape.config
-    lanes = max(config.max_batch, config.draft_rows * shape.drafter.needs.lanes_of_row)
+    needs = shape.drafter.needs
+    lanes = max(
+        config.max_batch,
+        config.draft_rows * needs.lanes_of_row,
+        config.packed_prompts * needs.lanes_of_prompt,
+    )
     if config.prompt_logprobs:
         lanes = max(lanes, min(MAX_LANES, shape.chunk))
     return lanes

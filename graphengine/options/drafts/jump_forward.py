@@ -22,7 +22,6 @@ class JumpForward(Mode):
     k: int = 4
 
     guided: ClassVar[bool] = True
-    packs_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)

@@ -34,7 +34,7 @@ class Mode(ABC):
     its own drafts.
     """
 
-    packs_prompts: ClassVar[bool] = False
+    packs_prompts: ClassVar[bool] = True
     """Whether `prepare` takes the chunks of several prompts at once."""
 
     @property

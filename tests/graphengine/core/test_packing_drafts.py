@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpoints.family_models import FamilyModel
+from checkpoints.hybrids import A, C, lfm2
 from engines.packed_replies import prompt_of, replies, same
 from engines.small_engine import greedy, open_engine, run
 from extent import some_of
 from graphengine import (
-    MTP,
+    DraftModel,
     Engine,
     NGram,
-    RelaxedAcceptance,
+    SaveHiddenStates,
     StructuredOutputsParams,
     Suffix,
     UserProvided,
@@ -114,19 +117,17 @@ def test_text_that_grammars_force_is_drafted_beside_packed_prompts() -> None:
         assert engine.acceptance.accepted == 2 * accepted
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"speculative": MTP(k=2)}, r"=3 is for engines without speculative=MTP\(k=2"),
-        (
-            {
-                "speculative": NGram(k=2),
-                "relaxed_acceptance": RelaxedAcceptance(begin_token_ids=[5], end_token_ids=[6]),
-            },
-            "=3 is for engines without relaxed_acceptance=RelaxedAcceptance",
-        ),
-    ],
-)
-def test_drafts_that_follow_one_prompt_say_so(options: dict[str, Any], message: str) -> None:
+def test_saved_hidden_states_are_of_one_prompt(tmp_path: Path) -> None:
+    message = r"=3 is for engines without speculative=SaveHiddenStates\(directory="
     with pytest.raises(ValueError, match=message):
-        open_engine(**PACKED | options)
+        open_engine(**PACKED, speculative=SaveHiddenStates(tmp_path))
+
+
+def test_draft_models_with_recurrent_layers_follow_one_prompt(tmp_path: Path) -> None:
+    FamilyModel(lambda: lfm2([C, A])).write(tmp_path, 0)
+    message = (
+        r"prompts_per_prefill=3 is for drafters without recurrent states: speculative=DraftModel"
+        r"\(path=.* has 1, and feeds one prompt"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_engine(tmp_path, **PACKED, speculative=DraftModel(tmp_path))

@@ -14,7 +14,7 @@ from checkpoints.tower_models import GRIDS, SEEN
 from engines.packed_replies import assert_alike, chunks_of, params_of, prompt_of, replies, same
 from engines.small_engine import open_engine
 from extent import extent
-from graphengine import Engine, GridEmbeds, ImageEmbeds, NGram, PromptParts
+from graphengine import MTP, Engine, GridEmbeds, ImageEmbeds, NGram, PromptParts
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "prompts_per_prefill": 4, "max_batch": 6}
 VOCABULARY = 250
@@ -59,6 +59,8 @@ def mixed(width: int) -> list[Any]:
     [
         {"prefix_caching": True},
         {"lookahead": 0, "speculative": NGram(k=3)},
+        # The module reads the embedding after each chunk's last position, too.
+        {"speculative": MTP(k=3)},
         {"lookahead": 2, "kv_blocks": 14, "swap_blocks": 40},
     ],
     ids=str,

@@ -19,9 +19,23 @@ from checkpoints.few_layers import few_layers
 from checkpoints.hybrids import A, C, F, M, granite, lfm2, nemotron, qwen
 from checkpoints.random_models import make
 from checkpoints.tower_models import GRIDS, SEEN
+from checkpoints.vanilla_modules import write_agreeing
 from engines.packed_replies import assert_alike, prompt_of, replies, same
 from engines.small_engine import open_engine
-from graphengine import Engine, GridEmbeds, ImageEmbeds, NGram, PromptParts
+from graphengine import (
+    MTP,
+    DFlash,
+    DraftModel,
+    Eagle3,
+    Engine,
+    GridEmbeds,
+    ImageEmbeds,
+    NGram,
+    PromptParts,
+    RelaxedAcceptance,
+)
+from graphengine.demo import checkpoint_path
+from graphengine.speculative import Feed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,11 +108,29 @@ def packing(path: Path | None = None, **options: Any) -> Engine:
         {"quantize": "int8", "quantize_lm_head": True},
         {"quantize": "fp8", "activations": "fp8"},
         {"speculative": NGram(k=3), "prefix_caching": True},
+        {"speculative": MTP(k=3), "prefix_caching": True},
+        {"speculative": MTP(tree=[[0], [1], [0, 0]])},
+        {"speculative": MTP(k=3, min_confidence=0.2), "quantize": "int4"},
+        {"speculative": Eagle3("demo", k=3)},
+        {"speculative": DFlash("demo", k=7)},
+        {"speculative": DraftModel(checkpoint_path(), k=2)},
+        {
+            "speculative": MTP(k=2),
+            "relaxed_acceptance": RelaxedAcceptance(begin_token_ids=[5], end_token_ids=[6]),
+        },
     ],
     ids=str,
 )
 def test_the_demo_model(options: dict[str, Any]) -> None:
     assert_alike(lambda: packing(**options), [prompt_of(length) for length in LENGTHS], packed=3)
+
+
+@pytest.mark.parametrize("feed", ["chained", "target"])
+def test_several_draft_modules(feed: Feed, tmp_path: Path) -> None:
+    mode = MTP(k=3, style="vanilla", feed=feed)
+    prompts = [prompt_of(length, vocabulary=97) for length in LENGTHS]
+    path = write_agreeing(tmp_path)
+    assert_alike(lambda: packing(path, speculative=mode), prompts, packed=3)
 
 
 @pytest.mark.parametrize("quantize", [None, "int4", "fp8"])

@@ -301,15 +301,15 @@ def test_what_a_gpu_needs_to_feed_several_prompts() -> None:
         (MODEL, H200, torch.float32, f"{needs}9.0, and dtype=torch.float32"),
         (odd, H200, torch.float16, "=2: down has 256 rows and 556 columns, and a GPU takes mul"),
     ):
-        requirements.check_packing(model, config, cpu, dtype)
+        requirements.check_packing(model, config, NoDrafter(), cpu, dtype)
         with assumed(device), pytest.raises(ValueError, match=message):
-            requirements.check_packing(model, config, cpu, dtype)
+            requirements.check_packing(model, config, NoDrafter(), cpu, dtype)
     downs = [f"model.layers.{layer}.mlp.down_proj" for layer in range(MODEL.num_layers)]
     forms = WeightForms(dict.fromkeys(downs, packed_form(INT8, torch.float32)))
     with assumed(H200):
-        requirements.check_packing(MODEL, config, cpu, torch.float16)
+        requirements.check_packing(MODEL, config, NoDrafter(), cpu, torch.float16)
         # `check_packed` is for these.
-        requirements.check_packing(odd.stored_as(forms), config, cpu, torch.float16)
+        requirements.check_packing(odd.stored_as(forms), config, NoDrafter(), cpu, torch.float16)
 
 
 @pytest.mark.parametrize("mode", [None, MTP(k=2)], ids=str)

@@ -59,6 +59,27 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "packed prompts of Mamba2": ("GraniteMoeHybridForCausalLM", {"prompts_per_prefill": 3}),
     "packed prompts of convolutions": ("Lfm2ForCausalLM", {"prompts_per_prefill": 3}),
     "packed prompts of n-grams": ("tiny", {"prompts_per_prefill": 3, "speculative": NGram(k=3)}),
+    "packed prompts of a module": (DEMO, {"prompts_per_prefill": 3, "speculative": MTP(k=3)}),
+    "packed prompts of a tree": (
+        DEMO,
+        {"prompts_per_prefill": 3, "speculative": MTP(tree=[[0], [1], [0, 0]])},
+    ),
+    "packed prompts of eagle3": (
+        "tiny",
+        {"prompts_per_prefill": 3, "speculative": Eagle3("random", k=2)},
+    ),
+    "packed prompts of dflash": (
+        "tiny",
+        {"prompts_per_prefill": 3, "speculative": DFlash("random", k=3)},
+    ),
+    "packed prompts of dspark": (
+        "tiny",
+        {"prompts_per_prefill": 3, "speculative": DFlash("random-dspark", k=3)},
+    ),
+    "packed prompts of modules with experts": (
+        "tiny-moe",
+        {"prompts_per_prefill": 3, "speculative": MTP(k=2)},
+    ),
     "packed prompts of GELUs": ("tiny-gemma", {"prompts_per_prefill": 3}),
     "packed prompts with adapters": ("llama-1b", {"prompts_per_prefill": 3, "max_adapters": 2}),
     "packed prompts with routing": ("tiny-moe", {"prompts_per_prefill": 3, "record_routing": True}),

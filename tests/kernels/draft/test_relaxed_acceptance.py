@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from graphengine.kernels.draft.relaxed_acceptance import (
 )
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import MAX_VOCABULARY
-from graphengine.kernels.step.state import DecodeLanes
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, gather_prefill
 
 # Poisoned rows are nobody's business; in the interpreter numpy computes on them all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -457,9 +458,32 @@ def feed(
 ) -> None:
     """One chunk in a bucket of `size` tokens; after it, and after the bucket, lie marks."""
     tokens = twin.ints([*chunk, *[BEGIN[0]] * (size + 8 - len(chunk))])[:size]
-    fields = (slot, start, len(chunk) if count is None else count, int(final))
-    ones = (twin.ints([field]) for field in fields)
-    twin.prompt(tokens, twin.ints([sampled]), *ones, state, *marks(twin), 0.5)
+    fields = (slot, start, len(chunk) if count is None else count)
+    lanes = gather_prefill(tokens, *(twin.ints([field]) for field in fields))
+    twin.prompt(lanes, twin.ints([sampled]), twin.ints([int(final)]), state, *marks(twin), 0.5)
+
+
+@settings(max_examples=extent(10, 40), deadline=None)
+@given(data=st.data())
+def test_chunks_of_several_prompts_leave_what_each_would_alone(twin: Twin, data: st.DataObject):
+    """In any slots, with a padded chunk among them, and with marks past them."""
+    token = st.sampled_from([0, 1, *BEGIN, *END])
+    chunks = data.draw(st.lists(st.lists(token, min_size=1, max_size=6), min_size=2, max_size=3))
+    starts = [data.draw(st.sampled_from([0, 4])) for _ in chunks]
+    final = [data.draw(st.booleans()) for _ in chunks]
+    sampled = [data.draw(token) for _ in chunks]
+    slots = data.draw(st.permutations(range(4)))[: len(chunks)]
+    before = [0.25, 0.5, 0.75, 0.125]
+    together, alone = twin.floats(before), twin.floats(before)
+    for place, chunk in enumerate(chunks):
+        more = {"final": final[place], "sampled": sampled[place], "start": starts[place]}
+        feed(twin, alone, chunk, slot=slots[place], **more)
+    fed = [*chain(*chunks), *BEGIN, *END]
+    fields = ([*slots, -1], [*starts, 0], [*map(len, chunks), 2])
+    lanes = gather_prefill(twin.ints(fed), *map(twin.ints, fields))
+    ends = twin.ints([*sampled, BEGIN[0]]), twin.ints([*map(int, final), 1])
+    twin.prompt(lanes, *ends, together, *marks(twin), 0.5)
+    assert together.tolist() == alone.tolist()
 
 
 @settings(max_examples=extent(20, 60), deadline=None)
@@ -653,29 +677,31 @@ def test_wrong_arguments_of_the_update_are_refused(changes: dict[str, Any], mess
         update_relaxed_delta(**good_update(**changes))
 
 
-def good_prompt(**changes: Any) -> dict[str, Any]:
+def good_prompt() -> dict[str, Any]:
     update = good_update()
-    good: dict[str, Any] = {"tokens_T": zeros(8), "token_1": zeros(1)}
-    for name in ("slot", "start", "count", "final"):
-        good[f"prefill_{name}_1"] = zeros(1)
+    chunk = PrefillLanes(zeros(8), zeros(8), zeros(8), zeros(2), zeros(1))
+    good: dict[str, Any] = {"chunk": chunk, "token_C": zeros(1), "final_C": zeros(1)}
     for name in ("delta_S", "begin_ids", "end_ids", "relaxed_delta"):
         good[name] = update[name]
-    return good | changes
+    return good
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens_T": zeros(8, torch.int64)}, r"prefill_tokens must be int32, not torch.int64"),
-        ({"token_1": zeros(2)}, r"token must be a dense \[1\], not \(2,\)"),
-        ({"prefill_slot_1": zeros(2)}, r"prefill_slot must be a dense \[1\], not \(2,\)"),
-        ({"prefill_start_1": zeros(0)}, r"prefill_start must be a dense \[1\], not \(0,\)"),
-        ({"prefill_count_1": zeros(2)}, r"prefill_count must be a dense \[1\], not \(2,\)"),
-        ({"prefill_final_1": zeros(1).float()}, r"prefill_final must be int32, not torch.float32"),
+        ({"token": zeros(8, torch.int64)}, r"token must be int32, not torch.int64"),
+        ({"slot": zeros(7)}, r"token must be a dense \[7\], not \(8,\)"),
+        ({"position": zeros(7)}, r"position must be a dense \[8\], not \(7,\)"),
+        ({"query_start": zeros(3)}, r"query_start must be a dense \[2\], not \(3,\)"),
+        ({"token_C": zeros(2)}, r"sampled must be a dense \[1\], not \(2,\)"),
+        ({"final_C": zeros(1).float()}, r"final must be int32, not torch.float32"),
         *MARK_ERRORS,
     ],
 )
 def test_wrong_arguments_of_the_prompt_are_refused(changes: dict[str, Any], message: str):
-    relaxed_delta_prompt(**good_prompt())
+    good = good_prompt()
+    relaxed_delta_prompt(**good)
+    if changes.keys() <= {*PrefillLanes._fields}:
+        changes = {"chunk": good["chunk"]._replace(**changes)}
     with pytest.raises(ValueError, match=message):
-        relaxed_delta_prompt(**good_prompt(**changes))
+        relaxed_delta_prompt(**good | changes)

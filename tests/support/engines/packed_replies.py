@@ -45,9 +45,11 @@ def states_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     return found
 
 
-def params_of(prompt: Any, *, seed: int | None = None, **options: Any) -> SamplingParams:
+def params_of(
+    prompt: Any, *, seed: int | None = None, tokens: int = 6, **options: Any
+) -> SamplingParams:
     """What `replies` samples a prompt with; a prompt of tokens may do without a seed."""
-    return sampled(6, seed=len(prompt) if seed is None else seed, **options)
+    return sampled(tokens, seed=len(prompt) if seed is None else seed, **options)
 
 
 def replies(
