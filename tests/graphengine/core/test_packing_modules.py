@@ -19,6 +19,8 @@ from engines.speculation import BEST, TREE
 from extent import some_of
 from graphengine import MTP, DFlash, DraftModel, Eagle3, Engine, GateOptions, RelaxedAcceptance
 from graphengine.options.drafts.mode import Mode
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import Feed
 
 PACKED: dict[str, Any] = {"device": "cpu", "prompts_per_prefill": 3, "max_batch": 4}
@@ -106,6 +108,14 @@ CASES: list[tuple[Mode, Mapping[str, Any]]] = [
 def test_drafts_with_weights(mode: Mode, options: Mapping[str, Any]) -> None:
     pauses = "kv_blocks" in options
     check_alike(lambda: open_engine(**PACKED | {"speculative": mode} | options), pauses=pauses)
+
+
+@pytest.mark.parametrize("shape", ["tiny-delta", "tiny-moe"])
+def test_drafts_beside_recurrent_layers_and_experts(shape: str) -> None:
+    """The module of the latter has experts, too."""
+    sizes = {"max_seq_len": 128, "block_size": 8, "prefill_buckets": (8, 32), "dtype": "float32"}
+    options = PACKED | sizes | {"speculative": MTP(k=2), "prefix_caching": True, "lookahead": 0}
+    check_alike(lambda: build_engine(Subject.of_shape(shape), options)[0], vocabulary=250)
 
 
 def test_relaxed_acceptance_begins_and_ends_in_each_prompt() -> None:
