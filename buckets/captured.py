@@ -76,10 +76,12 @@ class CapturedGraph:
     `close()`, so that everything it refers to lives as long as the graph. An error in the step is
     raised as a RuntimeError with the bucket's name, with the step's exception as its cause.
     `adjust` is called with the recorded graph before it is instantiated, and may set attributes of
-    its nodes; its errors are raised like those of the step.
+    its nodes; its errors are raised like those of the step. On a CPU there is no graph, and it is
+    not called.
     """
 
     __slots__ = (
+        "_adjust",
         "_buffers",
         "_draws",
         "_graph",
@@ -88,7 +90,6 @@ class CapturedGraph:
         "_report",
         "_step",
         "_warm_up_ms",
-        "adjust",
         "device",
         "is_direct",
         "name",
@@ -110,7 +111,7 @@ class CapturedGraph:
         adjust: Callable[[torch.cuda.CUDAGraph], object] | None = None,
     ) -> None:
         self.name = name
-        self.adjust = adjust
+        self._adjust = adjust
         self.device = torch.device(device)
         self.stream = stream
         self.pool = pool
@@ -200,8 +201,8 @@ class CapturedGraph:
                 with self._on_stream():
                     self._graph = graph = torch.cuda.CUDAGraph(keep_graph=True)
                     _record(graph, step, self.stream, self.device, self.pool)
-                    if self.adjust is not None:
-                        self.adjust(graph)
+                    if self._adjust is not None:
+                        self._adjust(graph)
                     graph.instantiate()
                     _upload(graph, self.stream)
                     kinds = count_nodes(graph)
@@ -246,7 +247,7 @@ class CapturedGraph:
     def close(self) -> None:
         """Wait for the stream; free the graph and its share of the pool. May be called again."""
         self._launch = partial(_refuse, ValueError, f"bucket {self.name!r} is closed")
-        self._step = self._buffers = None
+        self._step = self._buffers = self._adjust = None
         graph, self._graph = self._graph, None
         if graph is not None and self.stream is not None:
             with contextlib.suppress(RuntimeError):  # a broken device must not prevent closing

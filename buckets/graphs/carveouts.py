@@ -1,6 +1,6 @@
 """Kernels of a graph that ask for cache in place of shared memory.
 
-    prefer_cache(graph, device)     # a torch.cuda.CUDAGraph(keep_graph=True), not instantiated yet
+    CapturedGraph(step, ..., adjust=lambda graph: prefer_cache(graph, device))
 
 A multiprocessor has one memory, which is its L1 cache and the shared memory of its programs. The
 driver divides it anew for each kernel: by default so that as many programs fit as registers allow,
@@ -39,7 +39,7 @@ _KERNEL_NODE = 0
 _STATIC_BYTES = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _CARVEOUT = 14  # CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _MOST_CACHE = 0  # CU_SHAREDMEM_CARVEOUT_MAX_L1
-# CUlaunchAttributeValue is a union of this many bytes.
+# CUlaunchAttributeValue is a union of this many words of 32 bits.
 _VALUE_WORDS = 16
 
 _INT = ctypes.POINTER(ctypes.c_int)
@@ -79,17 +79,18 @@ def wants_cache(needs: Needs, multiprocessors: int) -> bool:
 def prefer_cache(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     """Have kernels with little shared memory ask for cache; returns how many do.
 
-    `graph` was captured with `keep_graph=True` and is not instantiated yet. Kernels of nested
-    graphs, and those of libraries without a `CUfunction`, are left as they are. A driver that
-    refuses is logged.
+    `graph` was captured with `keep_graph=True` and is not instantiated yet: later it has no effect.
+    Kernels of nested graphs, and those of libraries without a `CUfunction`, are left as they are. A
+    driver that refuses is logged. RuntimeError for a graph that is not kept or not captured.
     """
+    handle = int(graph.raw_cuda_graph())
     library, nodes = _library(), driver()
     if library is None or nodes is None:
         return 0
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     asked = 0
     try:
-        for node, kind in nodes.nodes(int(graph.raw_cuda_graph())):
+        for node, kind in nodes.nodes(handle):
             needs = library.needs(node) if kind == _KERNEL_NODE else None
             if needs is not None and wants_cache(needs, multiprocessors):
                 library.ask_for_cache(node)
@@ -124,7 +125,7 @@ class CarveoutLibrary(Functions):
         return Needs(math.prod(params.grid), max(1, resident.value), shared)
 
     def ask_for_cache(self, node: int) -> None:
-        """Have a kernel node ask for no more shared memory than one of its programs needs."""
+        """Have a kernel node ask for as much cache as there is beside one of its programs."""
         value = (ctypes.c_int * _VALUE_WORDS)(_MOST_CACHE)
         self.call("cuGraphKernelNodeSetAttribute", node, _CARVEOUT, value)
 

@@ -90,8 +90,8 @@ class Prefilled(NamedTuple):
     final: Tensor
     """int32 [P]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
-    """The chunk's attention, a `ChunkAttention` such as `paged_prefill_attention`; its segment can
-    be replaced."""
+    """The chunk's attention, a `ChunkAttention` such as `paged_prefill_attention`; its
+    segments can be replaced."""
     given: GivenRows | None = None
     """Embeddings of positions that have no token; None where each has one."""
 

@@ -99,7 +99,8 @@ def check_packing(
             f"{asked} needs a GPU of compute capability 9.0 and 16 bits: {device} has "
             f"{'.'.join(map(str, gpu.capability))}, and dtype={dtype}"
         )
-    for name, linear in (*model.linears.items(), *drafter.chunk_linears.items()):
+    drafts = {f"the drafter's {name}": each for name, each in drafter.chunk_linears.items()}
+    for name, linear in {**model.linears, **drafts}.items():
         chunked = linear.weight is None and linear.kind != "sample" and not linear.experts
         if chunked and (linear.rows % 8 or linear.columns % 8):
             raise ValueError(

@@ -514,7 +514,7 @@ def _prompt_kernel(
     chunk_token_ptr,
     chunk_slot_ptr,
     chunk_position_ptr,
-    begin_ptr,
+    query_start_ptr,
     token_ptr,
     final_ptr,
     delta_ptr,
@@ -527,8 +527,8 @@ def _prompt_kernel(
 ):
     """One program per chunk. The first sampled token comes after the chunk."""
     chunk = tl.program_id(0)
-    begin = tl.load(begin_ptr + chunk)
-    end = tl.load(begin_ptr + chunk + 1)
+    begin = tl.load(query_start_ptr + chunk)
+    end = tl.load(query_start_ptr + chunk + 1)
     live = end > begin
     slot = tl.load(chunk_slot_ptr + begin, mask=live, other=-1)
     first = tl.load(chunk_position_ptr + begin, mask=live, other=0) == 0

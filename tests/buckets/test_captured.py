@@ -448,6 +448,24 @@ def test_nodes_are_counted_by_kind() -> None:
 
 
 @pytest.mark.gpu
+def test_a_graph_is_adjusted_before_it_is_instantiated() -> None:
+    program, adjusted = Program("cuda"), list[str]()
+
+    def adjust(name: str, graph: torch.cuda.CUDAGraph) -> None:
+        assert graph.raw_cuda_graph()
+        adjusted.append(name)
+
+    graphs = capture_all({"a": program, "b": program}, device="cuda", adjust=adjust)
+    assert adjusted == ["a", "b"]
+    for graph in graphs.values():
+        graph.close()
+    refusing = CapturedGraph(program, name="c", device="cuda", adjust=lambda graph: 1 / 0)
+    with pytest.raises(RuntimeError, match="capture of bucket 'c' failed: division by zero"):
+        refusing.capture()
+    refusing.close()
+
+
+@pytest.mark.gpu
 def test_smaller_buckets_reuse_the_largest_ones_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()

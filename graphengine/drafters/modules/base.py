@@ -68,14 +68,14 @@ class ModuleOutput(NamedTuple):
     normed: Hidden
     recycled: Hidden
 
-    def at(self, lane_1: Tensor) -> ModuleOutput:
-        """One lane's output; only for plain rows."""
+    def at(self, lane_P: Tensor) -> ModuleOutput:
+        """The outputs of these lanes; only for plain rows."""
         normed, recycled = self
         assert isinstance(normed, Tensor) and isinstance(recycled, Tensor), "plain rows"
-        of_normed = normed.index_select(0, lane_1)
+        of_normed = normed.index_select(0, lane_P)
         if recycled is normed:
             return ModuleOutput(of_normed, of_normed)
-        return ModuleOutput(of_normed, recycled.index_select(0, lane_1))
+        return ModuleOutput(of_normed, recycled.index_select(0, lane_P))
 
 
 class TargetHidden(NamedTuple):

@@ -61,7 +61,6 @@ def mixed(width: int) -> list[Any]:
         {"lookahead": 0, "speculative": NGram(k=3)},
         # The module reads the embedding after each chunk's last position, too.
         {"speculative": MTP(k=3)},
-        {"lookahead": 2, "kv_blocks": 14, "swap_blocks": 40},
     ],
     ids=str,
 )
@@ -69,6 +68,14 @@ def test_no_bit_depends_on_what_embeddings_are_packed_with(options: dict[str, An
     with packing() as engine:
         prompts = mixed(engine.model.config.hidden_size)
     assert_alike(lambda: packing(**options), prompts, options=seeds(prompts), packed=3)
+
+
+def test_prompts_with_embeddings_pause() -> None:
+    with packing() as engine:
+        prompts = mixed(engine.model.config.hidden_size)
+    options = [each | {"tokens": 24} for each in seeds(prompts)]
+    pool = {"lookahead": 2, "kv_blocks": 14, "swap_blocks": 40}
+    assert_alike(lambda: packing(**pool), prompts, options=options, packed=3, pauses=2)
 
 
 def test_embeddings_of_tokens_say_what_the_tokens_do() -> None:

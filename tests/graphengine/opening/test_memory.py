@@ -304,6 +304,14 @@ def test_what_a_gpu_needs_to_feed_several_prompts() -> None:
         requirements.check_packing(model, config, NoDrafter(), cpu, dtype)
         with assumed(device), pytest.raises(ValueError, match=message):
             requirements.check_packing(model, config, NoDrafter(), cpu, dtype)
+
+    class OddDrafter(NoDrafter):
+        chunk_linears = odd.linears  # type: ignore[assignment]
+
+    refused = "=2: the drafter's down has 256 rows and 556 columns, and a GPU takes mul"
+    requirements.check_packing(MODEL, config, OddDrafter(), cpu, torch.float16)
+    with assumed(H200), pytest.raises(ValueError, match=refused):
+        requirements.check_packing(MODEL, config, OddDrafter(), cpu, torch.float16)
     downs = [f"model.layers.{layer}.mlp.down_proj" for layer in range(MODEL.num_layers)]
     forms = WeightForms(dict.fromkeys(downs, packed_form(INT8, torch.float32)))
     with assumed(H200):

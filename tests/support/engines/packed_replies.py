@@ -108,6 +108,7 @@ def assert_alike(
     options: Sequence[dict[str, Any]] | None = None,
     packed: int = 1,
     various: int = 2,
+    pauses: int = 0,
 ) -> None:
     """Each prompt gives the same alone as with the others, in the other order or, in a long run, in
     both.
@@ -116,6 +117,7 @@ def assert_alike(
     options  as of `replies`
     packed   least chunks that are packed in each order
     various  least number of different tokens in all replies
+    pauses   least pauses in each order
     """
     options = options or [{}] * len(prompts)
     with opened() as engine:
@@ -128,6 +130,7 @@ def assert_alike(
         with opened() as engine:
             together = replies(engine, prompts[::order], options[::order])[::order]
             assert engine.counters["packed_chunks"] >= packed, engine.counters
+            assert engine.counters["pauses"] >= pauses, engine.counters
         for index, (one, other) in enumerate(zip(alone, together, strict=True)):
             assert same(one, other), f"prompt {index} of {len(prompts)}, {order=}"
     found = {token for tokens, _ in alone for token in tokens}

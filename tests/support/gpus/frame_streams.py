@@ -32,7 +32,7 @@ from graphengine.profiles.benchmark.shapes import Subject
 FRAME_MS = 80
 PROMPT = 200
 REPLIES = 3
-"""Of each stream."""
+"""For each stream, on average."""
 TEXT_IDS = 250
 
 
@@ -100,7 +100,7 @@ def measure(shape: str, streams: int, frames: int, device: str) -> dict[str, Any
     return {
         "shape": shape,
         "streams": streams,
-        "frames": int(engine.counters["tokens"]),
+        "frames": len(found["gap"]) + len(found["first"]),
         "frames_per_s": round((len(found["gap"]) + len(found["first"])) / seconds, 1),
         "met": round(float((slack >= 0).mean()), 6),
         "frames_with_deadline": len(slack),
@@ -120,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for each")
     options = parser.parse_args(arguments)
+    if options.frames < 2:
+        parser.error(f"--frames {options.frames} must be 2 or more: gaps are between frames")
     for streams in options.streams:
         line = json.dumps(measure(options.shape, streams, options.frames, options.device))
         print(line, flush=True)
