@@ -79,7 +79,6 @@ def check_packing(
     asked = f"prompts_per_prefill={config.prompts_per_prefill}"
     refused = {
         "speculative": config.mode is not None and not config.mode.packs_prompts,
-        "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,
     }
@@ -132,7 +131,6 @@ def check_frames(model: ModelConfig, config: EngineConfig) -> None:
         return
     given = {
         "speculative": config.mode is not None,
-        "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,
         "adapters": config.adapters is not None,

@@ -32,6 +32,8 @@ from graphengine.kernels.core.triton_versions import OPTIONS, future_of
 MAX_WORKERS = 8
 """Most threads that compile. About a quarter of the work holds the GIL: more threads would wait
 for it."""
+_PARSES = 8
+"""How often a compilation begins again that other threads' parsers have disturbed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,17 @@ def _is_there(future: Future[Any] | None) -> bool:
     return not future.cancelled() and future.exception() is None
 
 
+def _is_of_parsers(error: BaseException | None) -> bool:
+    """Whether the cause is that `ast.parse` ran in several threads: in Python 3.11, at least, they
+    count the depth of their trees in one place, and may find it changed.
+    """
+    while error is not None:
+        if isinstance(error, SystemError) and "AST constructor" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile; they count the kernels that were not on disk."""
 
@@ -233,7 +246,15 @@ class _Compilers(ThreadPoolExecutor):
 
     def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
         self._thread.on_disk = True
-        kernel = compile_kernel()
+        for _ in range(_PARSES):
+            try:
+                kernel = compile_kernel()
+                break
+            except Exception as error:
+                if not _is_of_parsers(error):
+                    raise
+        else:
+            kernel = compile_kernel()
         if not self._thread.on_disk:
             self._build_launcher(kernel)
         return kernel

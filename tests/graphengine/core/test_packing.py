@@ -170,7 +170,6 @@ def test_sessions_are_packed_with_others() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tensor_parallel": 2}, "=3 is for engines without tensor_parallel=2"),
         ({"pipeline_parallel": 2}, "=3 is for engines without pipeline_parallel=2"),
         ({"prompts_per_prefill": 0}, r"prompts_per_prefill=0 must be in \[1, 64\]"),
     ],

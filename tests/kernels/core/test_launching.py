@@ -332,6 +332,37 @@ def test_real_kernels_are_compiled_then_in_memory_then_on_disk(hopper: None) -> 
     assert [counts(), counts()] == [(0, 2), (0, 0)]
 
 
+@pytest.mark.parametrize("times", [1, 8])
+def test_parsers_that_disturb_each_other_begin_again(times: int) -> None:
+    """CPython's `ast.parse` may fail in threads; Triton raises its own error with that as cause."""
+    tried: list[int] = []
+
+    def compile_kernel(kernel: Any) -> Any:
+        tried.append(1)
+        if len(tried) <= times:
+            try:
+                raise SystemError("AST constructor recursion depth mismatch (before=87, after=106)")
+            except SystemError as cause:
+                raise RuntimeError("at 13:4") from cause
+        return kernel
+
+    with launching._Compilers(1) as compilers:
+        assert compilers.submit(compile_kernel, "kernel").result() == "kernel"
+    assert len(tried) == times + 1
+
+
+def test_other_errors_of_the_interpreter_are_raised_at_once() -> None:
+    tried: list[int] = []
+
+    def compile_kernel() -> Any:
+        tried.append(1)
+        raise SystemError("unknown opcode")
+
+    with launching._Compilers(1) as compilers, pytest.raises(SystemError, match="unknown opcode"):
+        compilers.submit(compile_kernel).result()
+    assert tried == [1]
+
+
 @needs_no_gpu
 def test_a_real_kernel_that_does_not_compile_is_named(hopper: None) -> None:
     step = launching_step(_wrong_kernel, torch.zeros(1), SIZE=4)
