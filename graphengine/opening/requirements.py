@@ -131,6 +131,7 @@ def check_frames(model: ModelConfig, config: EngineConfig) -> None:
         return
     given = {
         "speculative": config.mode is not None,
+        "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,
         "data_parallel": config.data_parallel > 1,
         "adapters": config.adapters is not None,
