@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Library = TypeVar("Library")
 
 _STATUSES = ("none", "active", "invalidated")
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -101,10 +103,15 @@ class Driver(Functions):
         return found
 
 
+def loaded(functions: Callable[[Any], Library]) -> Library | None:
+    """These functions of libcuda; None without a GPU, or where the driver lacks one of them."""
+    try:
+        return functions(ctypes.CDLL("libcuda.so.1"))
+    except (OSError, AttributeError):
+        return None
+
+
 @functools.cache
 def driver() -> Driver | None:
     """The driver of this process, once something is on a GPU; None without a GPU."""
-    try:
-        return Driver(ctypes.CDLL("libcuda.so.1"))
-    except (OSError, AttributeError):
-        return None
+    return loaded(Driver)

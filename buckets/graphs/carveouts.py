@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphengine.buckets.driver import Functions, driver
+from graphengine.buckets.driver import Functions, driver, loaded
 from graphengine.buckets.graphs.launches import KernelNodeParams
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,4 @@ class CarveoutLibrary(Functions):
 
 @functools.cache
 def _library() -> CarveoutLibrary | None:
-    try:
-        return CarveoutLibrary(ctypes.CDLL("libcuda.so.1"))
-    except (OSError, AttributeError):
-        return None
+    return loaded(CarveoutLibrary)

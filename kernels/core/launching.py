@@ -220,6 +220,16 @@ def _is_there(future: Future[Any] | None) -> bool:
     return not future.cancelled() and future.exception() is None
 
 
+def _compiled_again(compile_kernel: Callable[[], Any], times: int) -> Any:
+    """The kernel; a compilation that other parsers have disturbed begins again, so many times."""
+    try:
+        return compile_kernel()
+    except Exception as error:
+        if not times or not _is_of_parsers(error):
+            raise
+    return _compiled_again(compile_kernel, times - 1)
+
+
 def _is_of_parsers(error: BaseException | None) -> bool:
     """Whether the cause is that `ast.parse` ran in several threads: in Python 3.11, at least, they
     count the depth of their trees in one place, and may find it changed.
@@ -246,15 +256,7 @@ class _Compilers(ThreadPoolExecutor):
 
     def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
         self._thread.on_disk = True
-        for _ in range(_PARSES):
-            try:
-                kernel = compile_kernel()
-                break
-            except Exception as error:
-                if not _is_of_parsers(error):
-                    raise
-        else:
-            kernel = compile_kernel()
+        kernel = _compiled_again(compile_kernel, _PARSES)
         if not self._thread.on_disk:
             self._build_launcher(kernel)
         return kernel

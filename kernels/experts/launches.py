@@ -90,7 +90,7 @@ def launch_sum(
     product: PairProduct, tile: ProductTile, *, products: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Multiply by down, and sum each lane's experts, in two launches."""
-    _launch_chunk(product, tile, products, NO_ACTIVATION)
+    _launch_chunk(product, tile, products)
     lanes, hidden = out.shape
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
     launcher(combine_kernel, grid)(
@@ -111,13 +111,17 @@ def launch_sum(
 
 
 def _launch_chunk(
-    product: PairProduct, tile: ProductTile, out: torch.Tensor, activation: ActivationArgs
+    product: PairProduct,
+    tile: ProductTile,
+    out: torch.Tensor,
+    activation: ActivationArgs | None = None,
 ) -> None:
-    """Multiply the pairs of a chunk; NO_ACTIVATION for down."""
-    if takes_chunk(product, activation):
-        launch_chunk(product, out, activation)
+    """Multiply the pairs of a chunk, as `_launch_product` does."""
+    given = activation or NO_ACTIVATION
+    if takes_chunk(product, given):
+        launch_chunk(product, out, given)
     else:
-        _launch_product(product, tile, out, None if activation is NO_ACTIVATION else activation)
+        _launch_product(product, tile, out, activation)
 
 
 def _launch_product(

@@ -26,8 +26,8 @@ from graphengine.kernels.linear.prefill.packed_chunk import (
     ChunkForm,
     ChunkTile,
     chunk_form,
+    chunk_options,
     chunk_tile,
-    stages_of,
 )
 
 # Of a tile: sums that are scaled by groups take twice the registers.
@@ -79,19 +79,12 @@ def launch_chunk(
         out,
         M=M,
         K=K,
-        CODE=kind.code,
-        GROUP=form.group,
-        FOLD=form.folded,
         SWIGLU=swiglu,
         LIMIT=constants["LIMIT"],
         SLOPE=constants["SLOPE"],
         BLOCKS=product.block_count,
         EXPERTS=experts,
-        WARP_GROUPS=tile.warp_groups,
-        PART=form.units,
-        DEPTH=form.units * tile.depth,
-        STAGES=stages_of(form, kind.bits, tile),
-        **tile.options,
+        **chunk_options(form, kind, tile),
         **launch_options(product.pdl),
     )
 

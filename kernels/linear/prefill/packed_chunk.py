@@ -13,7 +13,7 @@ Letters: N lanes, K input features, M weight rows, F ffn width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -45,7 +45,7 @@ from graphengine.kernels.linear.prefill.packed_chunk_fp8 import (
     check_lane_codes,
     launch_fp8,
 )
-from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import matmul_groups
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
@@ -301,18 +301,25 @@ def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
         out.stride(0),
         M=M,
         K=K,
-        CODE=kind.code,
-        GROUP=form.group,
-        FOLD=form.folded,
         SWIGLU=gate_code(gate),
         SPLIT_ROWS=weight.swiglu and not gate,
-        WARP_GROUPS=tile.warp_groups,
-        PART=form.units,
-        DEPTH=form.units * tile.depth,
-        STAGES=stages_of(form, kind.bits, tile),
-        **tile.options,
+        **chunk_options(form, kind, tile),
         **launch_options(pdl),
     )
+
+
+def chunk_options(form: ChunkForm, kind: WeightFormat, tile: ChunkTile) -> dict[str, Any]:
+    """Constants and compiler options of a launch that multiplies a weight of this kind."""
+    return {
+        "CODE": kind.code,
+        "GROUP": form.group,
+        "FOLD": form.folded,
+        "WARP_GROUPS": tile.warp_groups,
+        "PART": form.units,
+        "DEPTH": form.units * tile.depth,
+        "STAGES": stages_of(form, kind.bits, tile),
+        **tile.options,
+    }
 
 
 def stages_of(form: ChunkForm, bits: int, tile: ChunkTile) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engines.packed_replies import params_of, prompt_of
+from engines.packed_replies import params_of, prompt_of, without_embeds
 from engines.small_engine import open_engine
 from extent import extent
 from graphengine import MTP, Engine, PromptParts
@@ -16,14 +16,12 @@ REQUESTS = extent(14, 60)
 
 
 def packing(**options: Any) -> Engine:
-    """An engine whose memory for embeddings is NaN wherever none was copied to."""
     sizes = {"max_batch": 5, "max_seq_len": 96, "prompts_per_prefill": 4}
     engine = open_engine(
         device="cpu", prompt_embeds=True, prefix_caching=True, speculative=MTP(k=3),
         **sizes | options,
     )  # fmt: skip
-    engine.runtime.buffers["prefill_embeds"].fill_(-1)
-    return engine
+    return without_embeds(engine)
 
 
 def drawn(dice: random.Random, width: int) -> list[tuple[Any, Any]]:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from checkpoints.family_models import FamilyModel
 from checkpoints.tower_models import GRIDS, SEEN
-from engines.packed_replies import assert_alike, chunks_of, params_of, prompt_of, replies, same
+from engines.packed_replies import (
+    assert_alike,
+    chunks_of,
+    params_of,
+    prompt_of,
+    replies,
+    same,
+    without_embeds,
+)
 from engines.small_engine import open_engine
 from extent import extent
 from graphengine import MTP, Engine, GridEmbeds, ImageEmbeds, NGram, PromptParts
@@ -21,10 +29,7 @@ VOCABULARY = 250
 
 
 def packing(path: Path | None = None, **options: Any) -> Engine:
-    """An engine whose memory for embeddings is NaN wherever none was copied to."""
-    engine = open_engine(path, **OPTIONS | {"prompt_embeds": True} | options)
-    engine.runtime.buffers["prefill_embeds"].fill_(-1)
-    return engine
+    return without_embeds(open_engine(path, **OPTIONS | {"prompt_embeds": True} | options))
 
 
 def ids(length: int, seed: int = 0) -> list[int]:

@@ -45,6 +45,12 @@ def states_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     return found
 
 
+def without_embeds(engine: Engine) -> Engine:
+    """An engine whose memory for embeddings is NaN wherever none is copied to."""
+    engine.runtime.buffers["prefill_embeds"].fill_(-1)
+    return engine
+
+
 def params_of(
     prompt: Any, *, seed: int | None = None, tokens: int = 6, **options: Any
 ) -> SamplingParams:
