@@ -417,8 +417,7 @@ class StepProgram:
             return given
         lane = torch.arange(len(chunk.slot), dtype=torch.int32, device=chunk.slot.device)
         # Each chunk before has a row more than it has lanes.
-        before = torch.bucketize(lane, chunk.query_start[1:], right=True, out_int32=True)
-        first = chunk.position - lane - before
+        first = chunk.position - lane - chunk.chunk_of_lane.to(torch.int32)
         return tuple(rows._replace(first=first) for rows in given)
 
     def _adapters_of(self, chunk: PrefillLanes, *, alone: bool = False) -> LaneAdapters | None:
