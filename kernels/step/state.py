@@ -148,17 +148,25 @@ class PrefillLanes(NamedTuple):
 
     def followed_by(self, next_P: torch.Tensor) -> torch.Tensor:
         """int32 [T]: the token after each lane's; after each chunk's last lane that of `next_P`."""
-        chunk = self.chunk_of_lane
-        is_last = _numbered(self.token) == self.last.index_select(0, chunk)
-        return torch.where(is_last, next_P.index_select(0, chunk), self.token.roll(-1))
+        chunk = self._chunk_if_several
+        is_last = _numbered(self.token) == _of_lanes(self.last, chunk)
+        return torch.where(is_last, _of_lanes(next_P, chunk), self.token.roll(-1))
 
     def preceded_by(self, rows_TH: torch.Tensor, before_PH: torch.Tensor) -> torch.Tensor:
         """[T, H]: the row of the lane before each; for each chunk's first lane that of `before`."""
-        chunk = self.chunk_of_lane
-        is_first = _numbered(self.token) == self.query_start.index_select(0, chunk)
-        return torch.where(
-            is_first[:, None], before_PH.index_select(0, chunk), rows_TH.roll(1, dims=0)
-        )
+        chunk = self._chunk_if_several
+        is_first = _numbered(self.token) == _of_lanes(self.query_start[:-1], chunk)
+        return torch.where(is_first[:, None], _of_lanes(before_PH, chunk), rows_TH.roll(1, dims=0))
+
+    @property
+    def _chunk_if_several(self) -> torch.Tensor | None:
+        """`chunk_of_lane`; None for a step of one chunk, which need not look."""
+        return None if len(self.last) == 1 else self.chunk_of_lane
+
+
+def _of_lanes(values_P: torch.Tensor, chunk_T: torch.Tensor | None) -> torch.Tensor:
+    """[T, ...]: the value of each lane's chunk; [1, ...], that of the only chunk, without any."""
+    return values_P if chunk_T is None else values_P.index_select(0, chunk_T)
 
 
 def _numbered(lanes_T: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def _like(tensor: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -
     return _new(tensor.shape, dtype or tensor.dtype) if dense else None
 
 
-def _rolled(tensor: Tensor, shifts: int) -> Tensor | None:
+def _rolled(tensor: Tensor, shifts: int, dims: int | None = None) -> Tensor | None:
     return _like(tensor)
 
 

@@ -157,6 +157,7 @@ def test_a_captured_graph_has_what_its_kernels_ask_for() -> None:
     assert kind == 0 and read(ctypes.c_void_p(node), 14, value) == 0
     assert value[0] == 0
     x.fill_(1)
+    torch.cuda.synchronize()
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(x, torch.full_like(x, 2))

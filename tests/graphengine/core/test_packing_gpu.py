@@ -34,7 +34,7 @@ from graphengine import (
     PromptParts,
     RelaxedAcceptance,
 )
-from graphengine.demo import checkpoint_path
+from graphengine.demo import block_path, checkpoint_path, eagle3_path
 from graphengine.speculative import Feed
 
 pytestmark = [
@@ -111,8 +111,8 @@ def packing(path: Path | None = None, **options: Any) -> Engine:
         {"speculative": MTP(k=3), "prefix_caching": True},
         {"speculative": MTP(tree=[[0], [1], [0, 0]])},
         {"speculative": MTP(k=3, min_confidence=0.2), "quantize": "int4"},
-        {"speculative": Eagle3("demo", k=3)},
-        {"speculative": DFlash("demo", k=7)},
+        {"speculative": Eagle3(eagle3_path(), k=3)},
+        {"speculative": DFlash(block_path(), k=7)},
         {"speculative": DraftModel(checkpoint_path(), k=2)},
         {
             "speculative": MTP(k=2),

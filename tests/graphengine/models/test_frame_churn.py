@@ -26,7 +26,7 @@ class Size(NamedTuple):
 
 
 SIZE = (
-    extent(Size(1_500, 8, 12, 40), Size(10_000, 50, 12, 40))
+    extent(Size(1_500, 8, 12, 26), Size(10_000, 50, 12, 26))
     if torch.cuda.is_available()
     else extent(Size(80, 2, 3, 10), Size(2_000, 20, 5, 20))
 )

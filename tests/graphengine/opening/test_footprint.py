@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.vanilla_modules import write_agreeing
 from engines.family_configs import CONFIGS, config_of
 from graphengine import EngineConfig
 from graphengine.buckets import GraphStructure
-from graphengine.demo import checkpoint_path
+from graphengine.demo import block_path, checkpoint_path, eagle3_path
 from graphengine.drafters import Drafter, NoDrafter
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.models.contract import ModelConfig
@@ -34,7 +35,10 @@ from graphengine.program.graph_key import GraphKey
 from graphengine.program.launch_lists import record_schedule
 from graphengine.speculative import (
     MTP,
+    DFlash,
     DraftModel,
+    Eagle3,
+    Feed,
     NGram,
     RelaxedAcceptance,
     SaveHiddenStates,
@@ -59,6 +63,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "hidden states": {"speculative": "hidden"},
     "a caller's drafts": {"speculative": UserProvided(k=3)},
     "n-grams": {"speculative": NGram(k=3)},
+    "a head": {"speculative": Eagle3(eagle3_path(), k=3)},
+    "blocks": {"speculative": DFlash(block_path(), k=3)},
     "embeddings": {
         "prompt_embeds": True,
         "prompt_logprobs": True,
@@ -119,6 +125,23 @@ def test_graphs_on_file_have_no_more_nodes(case: str, shape: str, options: dict[
         (file,) = folder.glob(f"test_captured-{case}-{key.name.replace('/', '-')}-??????????.json")
         nodes += len(GraphStructure.from_json(file.read_text()).nodes)
     assert nodes <= footprint.nodes <= 1.5 * nodes
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize("feed", ["chained", "target"])
+def test_several_draft_modules_have_what_their_steps_take(
+    feed: Feed, prompts: int, tmp_path: Path
+) -> None:
+    write_agreeing(tmp_path)
+    mode = MTP(k=3, style="vanilla", feed=feed)
+    options = {**SIZES, "speculative": mode, "prompts_per_prefill": prompts}
+    subject = Subject.of_checkpoint(tmp_path)
+    model, drafter, plan = planned(subject, options)
+    with assumed(H200):
+        steps = sketch_steps(model, plan, EngineConfig(**options), drafter)
+        footprint = trace_footprint(steps)
+    workspace, _ = sizes(plan)
+    assert workspace >= footprint.workspace > 0
 
 
 def step(size: int) -> Iterator[None]:

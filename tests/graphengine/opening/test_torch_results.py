@@ -41,6 +41,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "empty_like in another dtype": lambda: torch.empty_like(new(3, 4), dtype=BF16),
     "zeros_like": lambda: torch.zeros_like(new(3, 4)),
     "roll": lambda: new(5).roll(-1),
+    "roll rows": lambda: new(5, 3).roll(1, dims=0),
     "equal": lambda: new(5) == new(1),
     "at least": lambda: new(2, 5) >= 0,
     "bits": lambda: new(5) & 1,
