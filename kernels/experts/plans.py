@@ -159,12 +159,19 @@ def chunk_tile(
     K: int,
     dtype: torch.dtype,
     weight: WeightFormat | None = None,
+    *,
+    wgmma: bool = False,
 ) -> ProductTile:
     """The tile of a chunk with these lanes: as many pairs as an expert has on average, or more.
 
-    None: the tile of chunks of any number of lanes, on which no bit of a lane may depend.
+    None: the tile of chunks of any number of lanes, on which no bit of a lane may depend. `wgmma`:
+    common formats have Hopper's kernel, which multiplies only the pairs that a block has.
     """
     pairs = ANY_PAIRS if lanes is None else -(-lanes * top_k // experts)
+    if weight is not None and wgmma and weight.is_common and dtype != torch.float32:
+        # Twice the average, as experts differ: their weights are best read and unpacked once.
+        size = 64 if pairs <= 32 else 128
+        return ProductTile(size, 32, step_columns(weight), warps=4, stages=2)
     if weight is not None:
         most = 32 if dtype == torch.float32 else 128
         size = min(most, max(DECODE_BLOCK, 1 << (pairs - 1).bit_length()))

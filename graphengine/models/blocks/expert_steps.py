@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.experts.experts import (
     expert_inner,
     expert_part,
@@ -392,7 +393,15 @@ def _chunk_tiles(
     """
     block = weights.block
     tiles = [
-        chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
+        chunk_tile(
+            lanes,
+            block.router.top_k,
+            block.experts,
+            columns,
+            dtype,
+            _format(weight),
+            wgmma=_has_wgmma(weight),
+        )
         for weight, columns in (
             (weights.gate_up, block.width),
             (weights.down, block.ffn_size),
@@ -401,6 +410,10 @@ def _chunk_tiles(
     least = min(tile.lanes for tile in tiles)
     up, down = (tile._replace(lanes=least) for tile in tiles)
     return up, down
+
+
+def _has_wgmma(weight: ExpertWeight) -> bool:
+    return use_wgmma(weight if isinstance(weight, Tensor) else weight.codes)
 
 
 def _shared_chunk(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Tensor:

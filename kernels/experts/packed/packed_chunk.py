@@ -27,11 +27,12 @@ from graphengine.kernels.linear.prefill.packed_chunk import (
     ChunkTile,
     chunk_form,
     chunk_options,
-    chunk_tile,
 )
 
-# Of a tile: sums that are scaled by groups take twice the registers.
-_MOST_PAIRS = 128
+BLOCK_PAIRS = (64, 128)
+"""Pairs of a tile. More would not fit registers where sums are scaled by groups."""
+# The pairs that are loaded at a time, and the least that are multiplied.
+_BOX_PAIRS = 32
 # Of a program that puts inputs in order, at a time.
 _GATHERED_ROWS, _GATHERED_COLUMNS = 16, 256
 
@@ -47,7 +48,7 @@ def takes_chunk(product: PairProduct, activation: ActivationArgs) -> bool:
         and use_wgmma(x)
         and activation.squares_TN is None
         and grouping is not None
-        and grouping.size <= _MOST_PAIRS
+        and grouping.size <= BLOCK_PAIRS[-1]
     )
 
 
@@ -64,15 +65,15 @@ def launch_chunk(
     x = _in_order(product)
     form = chunk_form(weight.expert(0), x.dtype)
     processors = processors_of(x)
-    tile = tile_of(form, M, grouping.size, processors)
+    tile = tile_of(form, kind.bits, grouping.size)
     lines, rows = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
     row_tiles = triton.cdiv(weight.codes.shape[1], rows)
     grid = (min(product.block_count * row_tiles, processors * tile.programs),)
     codes = weight.codes.view(experts * weight.codes.shape[1], -1, 64)
     constants = activation.options
     launcher(packed_experts_chunk_kernel, grid)(
-        described(x, [tile.lanes, form.width], GLUON_DTYPES[x.dtype]),
-        described(codes, [rows, lines, 64], gl.int16),
+        described(x, [_BOX_PAIRS, form.width], GLUON_DTYPES[x.dtype]),
+        described(codes, [4, lines, 64], gl.int16),
         Factors(weight.scales, weight.zeros, weight.row_scales, product.bias_EM),
         grouping.order,
         grouping.blocks,
@@ -84,34 +85,40 @@ def launch_chunk(
         SLOPE=constants["SLOPE"],
         BLOCKS=product.block_count,
         EXPERTS=experts,
+        L=tile.lanes,
         **chunk_options(form, kind, tile),
         **launch_options(product.pdl),
     )
 
 
-def tile_of(form: ChunkForm, M: int, size: int, processors: int) -> ChunkTile:
-    """The tile for blocks of this many pairs; it affects speed only."""
-    if size > UNIT:
-        return ChunkTile(_MOST_PAIRS)
-    return chunk_tile(form, M, size, processors)
+def tile_of(form: ChunkForm, bits: int, size: int) -> ChunkTile:
+    """The tile for blocks of this many pairs, of a weight of 4 or 8 bits; it affects speed only."""
+    lanes = next(lanes for lanes in BLOCK_PAIRS if lanes >= size)
+    # Where registers allow it a third warp group hides the others' waits.
+    scaled = form.group > 0 and not form.folded
+    warp_groups = 3 if bits == 4 and (lanes == BLOCK_PAIRS[0] or not scaled) else 2
+    units = 4 if bits == 8 and lanes == BLOCK_PAIRS[0] else 2
+    depth = max(1, units // form.units) if form.width == UNIT else 1
+    return ChunkTile(lanes, warp_groups, depth)
 
 
 def _in_order(product: PairProduct) -> torch.Tensor:
-    """The inputs [P, K] of the pairs in the order of the grouping; rows past the live ones hold
-    anything.
+    """The inputs of the pairs in the order of the grouping, with columns in that of `unit_halves`:
+    [P, K rounded up to 16], zeros past K; rows past the live ones hold anything.
     """
     x, grouping = product.x, product.grouping
     assert grouping is not None
     pairs, K = product.routes.expert.numel(), x.shape[1]
-    gathered = x.new_empty(pairs, K)
+    gathered = x.new_empty(pairs, triton.cdiv(K, 16) * 16)
     columns = min(_GATHERED_COLUMNS, triton.next_power_of_2(K))
-    launcher(gather_kernel, (product.block_count, triton.cdiv(K, columns)))(
+    launcher(gather_kernel, (product.block_count, triton.cdiv(gathered.shape[1], columns)))(
         x,
         grouping.order,
         grouping.blocks,
         gathered,
         x.stride(0),
         K=K,
+        WIDTH=gathered.shape[1],
         OF_ROW=pairs // len(x),
         BLOCKS=product.block_count,
         ROWS=_GATHERED_ROWS,
@@ -130,6 +137,7 @@ def gather_kernel(
     out_ptr,
     x_stride,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     OF_ROW: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -150,7 +158,10 @@ def gather_kernel(
         place = start + tl.arange(0, ROWS)
         there = place < count
         row = tl.load(order_ptr + first + place, mask=there, other=0) // OF_ROW
-        copied = there[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :], mask=copied)
-        out_ptrs = out_ptr + (first + place).to(tl.int64)[:, None] * K + k[None, :]
-        tl.store(out_ptrs, x, mask=copied)
+        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+        x = tl.load(x_ptrs, mask=there[:, None] & (k < K)[None, :], other=0.0)
+        # The order of columns in which `unit_halves` has a thread's own codes.
+        sixteens = tl.reshape(x, (ROWS, BLOCK_K // 16, 4, 2, 2))
+        x = tl.reshape(tl.permute(sixteens, (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
+        out_ptrs = out_ptr + (first + place).to(tl.int64)[:, None] * WIDTH + k[None, :]
+        tl.store(out_ptrs, x, mask=there[:, None] & (k < WIDTH)[None, :])

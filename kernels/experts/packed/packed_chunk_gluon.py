@@ -17,10 +17,11 @@ from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import (
-    REGISTERS,
     bring_tile,
     multiply_tile,
     new_rings,
+    product_layout,
+    workers,
 )
 from graphengine.kernels.norm_rope.activation import gated, squared
 
@@ -50,6 +51,7 @@ def packed_experts_chunk_kernel(
     SLOPE: gl.constexpr,
     BLOCKS: gl.constexpr,
     EXPERTS: gl.constexpr,
+    L: gl.constexpr,
     WARP_GROUPS: gl.constexpr,
     PART: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -59,16 +61,15 @@ def packed_experts_chunk_kernel(
     """Programs take tiles of rows alternately, all tiles of a block of pairs before the next, so
     that running programs share inputs, and blocks of one expert its weights.
 
-    BLOCKS blocks of pairs at most, of which those of the first EXPERTS experts are multiplied. The
-    other constants are as in `packed_chunk_kernel` and `product_kernel`.
+    BLOCKS blocks of at most L pairs, of which those of the first EXPERTS experts are multiplied. Of
+    a block with fewer pairs only so many boxes of `inputs` are loaded, and so many multiplied, as a
+    power of two. The other constants are as in `packed_chunk_kernel` and `product_kernel`.
     """
-    L: gl.constexpr = inputs.block_shape[0]
     PIECES: gl.constexpr = _UNIT // inputs.block_shape[1]
-    R: gl.constexpr = codes.block_shape[0]
     ROWS: gl.constexpr = 32 if SWIGLU else 64
-    gl.static_assert(R == 4 * WARP_GROUPS and STAGES > 2)
+    gl.static_assert(codes.block_shape[0] == 4 and STAGES > 2 and WARP_GROUPS > 1)
     y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, ROWS], inputs.dtype)
-    rings = new_rings(inputs, codes, WARP_GROUPS, DEPTH, STAGES)
+    rings = new_rings(inputs, codes, L, WARP_GROUPS, DEPTH, STAGES)
     y = gl.allocate_shared_memory(inputs.dtype, [WARP_GROUPS, L, ROWS], y_layout)
     fence_async_shared()
     _wait_for_inputs(PDL, True)
@@ -76,57 +77,71 @@ def packed_experts_chunk_kernel(
     # Blocks of 16 rows of an expert's weight.
     HELD_ROWS: gl.constexpr = (M // 2 + 7) // 8 if SWIGLU else (M + 15) // 16
     SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
-    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, HELD_ROWS, DEPTH, PART, SUMS)
-    cut: gl.constexpr = (BLOCKS, EXPERTS, HELD_ROWS, LIMIT, SLOPE)
+    form: gl.constexpr = (
+        M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, HELD_ROWS, DEPTH, PART, SUMS, True,
+    )  # fmt: skip
+    cut: gl.constexpr = (BLOCKS, EXPERTS, HELD_ROWS, LIMIT, SLOPE, inputs.block_shape[0])
     brought = (rings, blocks_ptr, inputs, codes)
     rows = (rings, y, blocks_ptr, order_ptr, factors, out_ptr)
-    if WARP_GROUPS == 2:
+    warps: gl.constexpr = workers(WARP_GROUPS)
+    if WARP_GROUPS == 3:
         gl.warp_specialize(
             [
                 (_multiply_rows, (rows, gl.constexpr(0), form, cut)),
                 (_multiply_rows, (rows, gl.constexpr(1), form, cut)),
-                (_bring_tiles, (brought, form, cut)),
+                (_multiply_rows, (rows, gl.constexpr(2), form, cut)),
+                (_bring_tiles, (brought, 4 * WARP_GROUPS, form, cut)),
             ],
-            [4, 1],
-            REGISTERS,
+            warps[0],
+            warps[1],
         )
     else:
         gl.warp_specialize(
             [
                 (_multiply_rows, (rows, gl.constexpr(0), form, cut)),
-                (_bring_tiles, (brought, form, cut)),
+                (_multiply_rows, (rows, gl.constexpr(1), form, cut)),
+                (_bring_tiles, (brought, 4 * WARP_GROUPS, form, cut)),
             ],
-            [1],
-            [REGISTERS[1]],
+            warps[0],
+            warps[1],
         )
 
 
 @gluon.jit
-def _bring_tiles(brought, form: gl.constexpr, cut: gl.constexpr):
+def _bring_tiles(brought, R: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
     """In one warp, load the codes and inputs of each step as soon as there is room for them."""
     rings, blocks_ptr, inputs, codes = brought
     BLOCKS: gl.constexpr = cut[0]
     EXPERTS: gl.constexpr = cut[1]
     HELD_ROWS: gl.constexpr = cut[2]
-    R: gl.constexpr = codes.block_shape[0]
     ROW_TILES: gl.constexpr = (HELD_ROWS + R - 1) // R
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
         expert = gl.load(blocks_ptr + tile // ROW_TILES)
         if (expert >= 0) & (expert < EXPERTS):
             first = gl.load(blocks_ptr + BLOCKS + tile // ROW_TILES)
-            block = expert * HELD_ROWS + tile % ROW_TILES * R
-            count = bring_tile(rings, inputs, codes, first, block, count, form[1], form[8])
+            pairs = gl.load(blocks_ptr + 2 * BLOCKS + tile // ROW_TILES)
+            boxes = (pairs + inputs.block_shape[0] - 1) // inputs.block_shape[0]
+            place = (first, boxes, expert * HELD_ROWS + tile % ROW_TILES * R)
+            count = bring_tile(rings, inputs, codes, place, count, form[1], form[8])
+
+
+@gluon.constexpr_function
+def _doublings(least, most):
+    """How many sizes there are from the least to the most, each twice the one before."""
+    return (most // least).bit_length()
 
 
 @gluon.jit
 def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
     """In one warp group, multiply and store its 64 rows of each of the program's tiles."""
-    rings, y, blocks_ptr, order_ptr, factors, out_ptr = rows
+    rings, y, blocks_ptr, order_ptr, _, _ = rows
     BLOCKS: gl.constexpr = cut[0]
     EXPERTS: gl.constexpr = cut[1]
     HELD_ROWS: gl.constexpr = cut[2]
-    R: gl.constexpr = rings[1].shape[1]
+    BOX: gl.constexpr = cut[5]
+    DOUBLINGS: gl.constexpr = _doublings(BOX, rings[0].shape[1])
+    R: gl.constexpr = 4 * y.shape[0]
     ROW_TILES: gl.constexpr = (HELD_ROWS + R - 1) // R
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
@@ -134,42 +149,89 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr, cut: gl.conste
         if (expert >= 0) & (expert < EXPERTS):
             at = order_ptr + gl.load(blocks_ptr + BLOCKS + tile // ROW_TILES)
             pairs = gl.load(blocks_ptr + 2 * BLOCKS + tile // ROW_TILES)
-            first_block = tile % ROW_TILES * R + WHICH * 4
-            blocks = (expert * HELD_ROWS, first_block)
-            total, count = multiply_tile(rings, factors, blocks, count, WHICH, form)
-            place = (expert, first_block, at, pairs)
-            _store_pairs(total, y.index(WHICH), factors, out_ptr, place, form, cut)
+            place = (expert, tile % ROW_TILES * R + WHICH * 4, at, pairs)
+            for doubling in gl.static_range(DOUBLINGS):
+                if _fits(pairs, BOX, doubling):
+                    count = _multiply_pairs(rows, place, count, BOX << doubling, WHICH, form, cut)
 
 
 @gluon.jit
-def _store_pairs(total, y, factors, out_ptr, place, form: gl.constexpr, cut: gl.constexpr):
-    """Store the outputs of sums [64, L]: times the factors of rows, plus the bias, activated.
+def _fits(pairs, BOX: gl.constexpr, DOUBLING: gl.constexpr):
+    """Whether this size is the least that holds the pairs."""
+    LEAST: gl.constexpr = (BOX << DOUBLING) // 2 if DOUBLING > 0 else 0
+    return (pairs > LEAST) & (pairs <= BOX << DOUBLING)
+
+
+@gluon.jit
+def _multiply_pairs(
+    rows,
+    place,
+    count,
+    L: gl.constexpr,
+    WHICH: gl.constexpr,
+    form: gl.constexpr,
+    cut: gl.constexpr,
+):
+    """Multiply and store 64 rows of a tile of at most L pairs; returns how many steps there were
+    then.
 
     `place` has the expert, the rows' first block, where the order of the pairs begins, and how many
-    pairs there are.
+    pairs there are. What the outputs need is loaded before the products, as long as memory takes.
     """
+    rings, y, _, _, factors, out_ptr = rows
+    needed = _load_outputs(factors, place, L, form, cut)
+    blocks = (place[0] * cut[2], place[1])
+    total, count = multiply_tile(rings, factors, blocks, count, L, WHICH, form)
+    y = y.index(WHICH).slice(0, L)
+    _store_pairs(total, needed, y, factors, out_ptr, place, form, cut)
+    return count
+
+
+@gluon.constexpr_function
+def _stored_layout(rows):
+    """Layout of outputs [L, rows] on their way to memory."""
+    return gl.BlockedLayout([1, 8], [256 // rows, rows // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _load_outputs(factors, place, L: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
+    """Load the pair of each lane [L], then the factors and the biases of rows [64], if any."""
     expert, first_block, order_ptrs, pairs = place
     M: gl.constexpr = form[0]
     ROWS: gl.constexpr = form[6]
     HELD_ROWS: gl.constexpr = cut[2]
-    LIMIT: gl.constexpr = cut[3]
-    SLOPE: gl.constexpr = cut[4]
-    L: gl.constexpr = total.shape[1]
-    OUTPUTS: gl.constexpr = M // 2 if ROWS == 32 else M
-    row = gl.arange(0, 64, gl.SliceLayout(1, total.type.layout))
+    lane = gl.arange(0, L, gl.SliceLayout(1, _stored_layout(ROWS)))
+    needed = (gl.load(order_ptrs + lane, mask=lane < pairs, other=0),)
+    row = gl.arange(0, 64, gl.SliceLayout(1, product_layout(L)))
     if factors.row_scales is not None:
         held = first_block * 16 + row
         scales = factors.row_scales + expert * (HELD_ROWS * 16) + held
-        total = total * gl.load(scales, mask=held < HELD_ROWS * 16, other=0.0)[:, None]
+        needed += (gl.load(scales, mask=held < HELD_ROWS * 16, other=0.0),)  # type: ignore[assignment]
     if factors.bias is not None:
         output = first_block * 16 + row
         inside = output < M
         if ROWS == 32:
             output = first_block * 8 + row // 16 * 8 + row % 8
-            inside = output < OUTPUTS
-            output += row // 8 % 2 * OUTPUTS
-        bias = gl.load(factors.bias + expert * M + output, mask=inside, other=0.0)
-        total = total + bias.to(gl.float32)[:, None]
+            inside = output < M // 2
+            output += row // 8 % 2 * (M // 2)
+        needed += (gl.load(factors.bias + expert * M + output, mask=inside, other=0.0),)  # type: ignore[assignment]
+    return needed
+
+
+@gluon.jit
+def _store_pairs(total, needed, y, factors, out_ptr, place, form: gl.constexpr, cut: gl.constexpr):
+    """Store the outputs of sums [64, L]: times the factors of rows, plus the bias, activated."""
+    _, first_block, _, pairs = place
+    M: gl.constexpr = form[0]
+    ROWS: gl.constexpr = form[6]
+    LIMIT: gl.constexpr = cut[3]
+    SLOPE: gl.constexpr = cut[4]
+    L: gl.constexpr = total.shape[1]
+    OUTPUTS: gl.constexpr = M // 2 if ROWS == 32 else M
+    if factors.row_scales is not None:
+        total = total * needed[1][:, None]
+    if factors.bias is not None:
+        total = total + needed[len(needed) - 1].to(gl.float32)[:, None]
     if ROWS == 32:
         gate, up = gl.split(total.reshape([4, 2, 8, L]).permute((0, 2, 3, 1)))
         values = _gated(gate.reshape([32, L]), up.reshape([32, L]), LIMIT, SLOPE)
@@ -177,13 +239,12 @@ def _store_pairs(total, y, factors, out_ptr, place, form: gl.constexpr, cut: gl.
         values = _squared(total)
     else:
         values = total
-    dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [4, 1], [1, 0])
+    stored_layout: gl.constexpr = _stored_layout(ROWS)
     sync_threads()
     y.store(values.to(y.dtype).permute((1, 0)))
     sync_threads()
-    lane = gl.arange(0, L, gl.SliceLayout(1, dense))
-    pair = gl.load(order_ptrs + lane, mask=lane < pairs, other=0)
-    output = first_block * (ROWS // 4) + gl.arange(0, ROWS, gl.SliceLayout(0, dense))
+    lane = gl.arange(0, L, gl.SliceLayout(1, stored_layout))
+    output = first_block * (ROWS // 4) + gl.arange(0, ROWS, gl.SliceLayout(0, stored_layout))
     stored = (lane < pairs)[:, None] & (output < OUTPUTS)[None, :]
-    at = pair.to(gl.int64)[:, None] * OUTPUTS + output[None, :]
-    gl.store(out_ptr + at, y.load(dense), mask=stored)
+    at = needed[0].to(gl.int64)[:, None] * OUTPUTS + output[None, :]
+    gl.store(out_ptr + at, y.load(stored_layout), mask=stored)

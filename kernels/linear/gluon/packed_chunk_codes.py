@@ -22,14 +22,16 @@ _UNIT = gl.constexpr(UNIT)
 
 
 @gluon.constexpr_function
-def code_layout(columns):
-    """Layout of codes [4, 4 * C, 64], halfwords in lines of 128 bytes: a thread and its partner
-    both hold the 16 bytes of each for every row of 8.
+def code_layout(columns, own):
+    """Layout of codes [4, 4 * C, 64], halfwords in lines of 128 bytes. Of each row of 8 a thread
+    holds the 16 bytes that are its `own` in `mma.sync`, or both it and its partner those of both.
     """
     blocks = _UNIT.value // columns
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4]] + ([] if own else [[0, 0, 16]])
+    lanes = [[0, 0, 8], [0, 0, 16]] if own else [[0, 0, 0], [0, 0, 8]]
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 16]] + ([[0, 4, 0]] if blocks == 2 else []),
-        [[0, 0, 0], [0, 0, 8], [0, 0, 32], [0, 1, 0], [0, 2, 0]],
+        registers + ([[0, 4, 0]] if blocks == 2 else []),
+        [*lanes, [0, 0, 32], [0, 1, 0], [0, 2, 0]],
         [[1, 0, 0], [2, 0, 0]],
         [],
         [4, 4 * blocks, 64],
@@ -114,65 +116,92 @@ def _float_choice(bf16):
 
 
 @gluon.jit
-def ordered_halves(codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+def unit_halves(
+    codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, OWN: gl.constexpr
+):
     """The values of 64 columns of codes [4, 4 * C, 64]: [64, G, GROUP], in `half_layout`.
 
-    They have the dtype of `inputs`. With ZEROS a power of two is still added to codes of 4 bits, as
-    `without_zeros` wants them.
+    They have the dtype of `inputs`. With OWN a thread converts its own codes of `mma.sync`, which
+    puts column b0 + 4 b1 + 8 b2 + 2 b3 (bits) of each 16 at place b0 + 2 b1 + 4 b2 + 8 b3: inputs
+    must come in that order, too. Otherwise columns stay in order. With ZEROS a power of two is still added to codes of 4 bits, as `without_zeros` wants
+    them.
     """
     BITS: gl.constexpr = code_bits(CODE)
-    C: gl.constexpr = BITS // 4
     half = inputs.dtype
     BF16: gl.constexpr = half == gl.bfloat16
-    pairs: gl.constexpr = _pair_layout(256 // BITS)
-    loaded = codes.load(code_layout(256 // BITS))
-    loaded = loaded.reshape([4, C, 8, 2, 2, 8]).permute((0, 1, 2, 4, 5, 3))
-    # Codes of the lower and of the upper columns.
-    lower, upper = gl.split(loaded)
-    lower = gl.convert_layout(lower, gl.SliceLayout(4, pairs), assert_trivial=True)
-    upper = gl.convert_layout(upper, gl.SliceLayout(4, pairs), assert_trivial=True)
-    pair = gl.arange(0, 2, _axis(pairs, 4)).to(gl.int16)[None, None, None, None, :, None]
-    shape: gl.constexpr = [4, C, 8, 2, 2, 8]
-    zero = gl.zeros(shape, gl.int16, pairs)
-    lower = gl.expand_dims(lower, 4) | zero
-    upper = gl.expand_dims(upper, 4) | zero
-    if CODE == "e2m1":
+    loaded = codes.load(code_layout(256 // BITS, OWN))
+    loaded = loaded.reshape([4, BITS // 4, 8, 2, 2, 8])
+    if OWN:
+        words = gl.convert_layout(loaded, _pair_layout(256 // BITS), assert_trivial=True)
+        halves = _unpacked(words, inputs, CODE, ZEROS)
+    elif CODE == "e2m1":
+        lower, upper, pair = _both_sources(loaded, BITS)
         turns = _turns(pair, BF16)
-        h0, h1, h2, h3 = gl.inline_asm_elementwise(
+        halves = gl.inline_asm_elementwise(
             _float_choice(BF16),
             "=r,=r,=r,=r,r,r,r,r,r,r",
-            [lower, upper, turns[0] | zero, turns[1] | zero, turns[2] | zero, turns[3] | zero],
+            [lower, upper, turns[0], turns[1], turns[2], turns[3]],
             dtype=(half, half, half, half),
             is_pure=True,
             pack=2,
         )
     else:
-        which = (pair * 0x1111 + 0x6240) if BITS == 8 else pair * 4
+        lower, upper, pair = _both_sources(loaded, BITS)
         words = gl.inline_asm_elementwise(
             _choice(BITS),
             "=r,r,r,r",
-            [lower, upper, which | zero],
+            [lower, upper, (pair * 0x1111 + 0x6240) if BITS == 8 else pair * 4],
             dtype=gl.int16,
             is_pure=True,
             pack=2,
         )
-        asm: gl.constexpr = unpacking(CODE, BF16, ZEROS)
-        if BITS == 4:
-            h0, h1, h2, h3 = gl.inline_asm_elementwise(
-                asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half),
-                is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            h0, h1 = gl.inline_asm_elementwise(
-                asm, "=r,=r,r", [words], dtype=(half, half), is_pure=True, pack=2
-            )
+        halves = _unpacked(words, inputs, CODE, ZEROS)
+    return _in_rows(halves, BITS, GROUP)
+
+
+@gluon.jit
+def _both_sources(loaded, BITS: gl.constexpr):
+    """The halfwords of the lower and of the upper columns [4, C, 8, 2, 2, 8], and which pair of
+    them a thread takes.
+    """
+    pairs: gl.constexpr = _pair_layout(256 // BITS)
+    # Codes of the lower and of the upper columns.
+    lower, upper = gl.split(loaded.permute((0, 1, 2, 4, 5, 3)))
+    lower = gl.convert_layout(lower, gl.SliceLayout(4, pairs), assert_trivial=True)
+    upper = gl.convert_layout(upper, gl.SliceLayout(4, pairs), assert_trivial=True)
+    pair = gl.arange(0, 2, _axis(pairs, 4)).to(gl.int16)[None, None, None, None, :, None]
+    zero = gl.zeros([4, BITS // 4, 8, 2, 2, 8], gl.int16, pairs)
+    return gl.expand_dims(lower, 4) | zero, gl.expand_dims(upper, 4) | zero, pair | zero
+
+
+@gluon.jit
+def _unpacked(words, inputs, CODE: gl.constexpr, ZEROS: gl.constexpr):
+    """The values of halfwords of codes: 4 tensors of halves for 4 bits, 2 for 8."""
+    half = inputs.dtype
+    asm: gl.constexpr = unpacking(CODE, half == gl.bfloat16, ZEROS)
+    if code_bits(CODE) == 4:
+        halves = gl.inline_asm_elementwise(
+            asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half), is_pure=True, pack=2
+        )
+    else:
+        halves = gl.inline_asm_elementwise(
+            asm, "=r,=r,r", [words], dtype=(half, half), is_pure=True, pack=2
+        )
+    return halves
+
+
+@gluon.jit
+def _in_rows(halves, BITS: gl.constexpr, GROUP: gl.constexpr):
+    """Halves [64, G, GROUP] in `half_layout`, of those of halfwords [4, C, 8, 2, 2, 8]."""
     if BITS == 4:
         # Row of 8, source, pair, 32 columns, upper row, half, upper columns, 16 columns.
-        all = gl.join(gl.join(h0, h1), gl.join(h2, h3)).reshape([4, 8, 2, 2, 2, 2, 2, 2, 2])
+        all = gl.join(gl.join(halves[0], halves[1]), gl.join(halves[2], halves[3])).reshape(
+            [4, 8, 2, 2, 2, 2, 2, 2, 2]
+        )
         all = all.permute((0, 5, 1, 4, 8, 7, 2, 3, 6))
     else:
         # 32 columns, row of 8, source, pair, upper row, 16 columns, half, upper columns.
-        all = gl.join(h0, h1).reshape([4, 2, 8, 2, 2, 2, 2, 2, 2])
+        all = gl.join(halves[0], halves[1]).reshape([4, 2, 8, 2, 2, 2, 2, 2, 2])
         all = all.permute((0, 5, 2, 1, 6, 8, 3, 4, 7))
     all = all.reshape([64, 64 // GROUP, GROUP])
     return gl.convert_layout(all, half_layout(GROUP), assert_trivial=True)

@@ -28,8 +28,8 @@ from graphengine.kernels.core.triton_versions import load_tile, sync_threads
 from graphengine.kernels.linear.gluon.packed_chunk_codes import (
     UNIT,
     half_layout,
-    ordered_halves,
     scaled_halves,
+    unit_halves,
 )
 from graphengine.kernels.linear.gluon.packed_chunk_epilogue import store_outputs
 from graphengine.kernels.linear.gluon.packed_gluon_codes import scale_floats, without_zeros
@@ -38,8 +38,8 @@ from graphengine.kernels.linear.gluon.packed_gluon_codes import scale_floats, wi
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 _UNIT = gl.constexpr(UNIT)
-# Registers of a thread: in the warp groups, and in the warp that loads tiles.
-REGISTERS = gl.constexpr((240, 24))
+# Registers of a thread of the warp that loads tiles.
+_LOADER = gl.constexpr(24)
 
 
 class Factors(NamedTuple):
@@ -56,7 +56,17 @@ class Factors(NamedTuple):
 
 
 @gluon.constexpr_function
-def _product_layout(lanes):
+def workers(warp_groups):
+    """Warps of each worker beside the first warp group, and registers of their threads, which share
+    a multiprocessor's 65,536: other warp groups, then the warp that loads tiles.
+    """
+    registers = {1: 0, 2: 240, 3: 160}[warp_groups]
+    others = warp_groups - 1
+    return [4] * others + [1], [registers] * others + [_LOADER.value]
+
+
+@gluon.constexpr_function
+def product_layout(lanes):
     """Layout of sums [64, L]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, lanes, 16])
 
@@ -90,11 +100,11 @@ def packed_chunk_kernel(
     """
     L: gl.constexpr = inputs.block_shape[0]
     PIECES: gl.constexpr = _UNIT // inputs.block_shape[1]
-    R: gl.constexpr = codes.block_shape[0]
+    R: gl.constexpr = 4 * WARP_GROUPS
     ROWS: gl.constexpr = 32 if SWIGLU or SPLIT_ROWS else 64
-    gl.static_assert(R == 4 * WARP_GROUPS and STAGES > 2)
+    gl.static_assert(codes.block_shape[0] == 4 and STAGES > 2)
     y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, ROWS], inputs.dtype)
-    rings = new_rings(inputs, codes, WARP_GROUPS, DEPTH, STAGES)
+    rings = new_rings(inputs, codes, L, WARP_GROUPS, DEPTH, STAGES)
     y = gl.allocate_shared_memory(inputs.dtype, [WARP_GROUPS, L, ROWS], y_layout)
     fence_async_shared()
     _wait_for_inputs(PDL, True)
@@ -107,41 +117,49 @@ def packed_chunk_kernel(
     # Sums of a step that are scaled before they are added; each is of PART units, or of a piece of
     # one unit.
     SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
-    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART, SUMS)
+    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART, SUMS, False)
     # This is one warp group. The other warps begin after a barrier, which follows the wait.
+    warps: gl.constexpr = workers(WARP_GROUPS)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply_rows, (rows, gl.constexpr(0), form)),
                 (_multiply_rows, (rows, gl.constexpr(1), form)),
-                (_bring_tiles, (brought, K, DEPTH)),
+                (_bring_tiles, (brought, R, K, DEPTH)),
             ],
-            [4, 1],
-            REGISTERS,
+            warps[0],
+            warps[1],
         )
     else:
         gl.warp_specialize(
             [
                 (_multiply_rows, (rows, gl.constexpr(0), form)),
-                (_bring_tiles, (brought, K, DEPTH)),
+                (_bring_tiles, (brought, R, K, DEPTH)),
             ],
-            [1],
-            [REGISTERS[1]],
+            warps[0],
+            warps[1],
         )
 
 
 @gluon.jit
-def new_rings(inputs, codes, WARP_GROUPS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for the inputs and the codes of STAGES steps, and the barriers at which they
-    are there, and free again.
+def new_rings(
+    inputs,
+    codes,
+    L: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Shared memory for the inputs of L lanes and the codes of STAGES steps, and the barriers at
+    which they are there, and free again.
     """
-    L: gl.constexpr = inputs.block_shape[0]
     WIDTH: gl.constexpr = inputs.block_shape[1]
     PIECES: gl.constexpr = _UNIT // WIDTH
-    R: gl.constexpr = codes.block_shape[0]
     LINES: gl.constexpr = codes.block_shape[1]
     x = gl.allocate_shared_memory(inputs.dtype, [STAGES * DEPTH * PIECES, L, WIDTH], inputs.layout)
-    words = gl.allocate_shared_memory(gl.int16, [STAGES * DEPTH, R, LINES, 64], codes.layout)
+    words = gl.allocate_shared_memory(
+        gl.int16, [STAGES * DEPTH * WARP_GROUPS, 4, LINES, 64], codes.layout
+    )
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(STAGES):
@@ -151,50 +169,59 @@ def new_rings(inputs, codes, WARP_GROUPS: gl.constexpr, DEPTH: gl.constexpr, STA
 
 
 @gluon.jit
-def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
+def _bring_tiles(brought, R: gl.constexpr, K: gl.constexpr, DEPTH: gl.constexpr):
     """In one warp, load the codes and inputs of each step as soon as there is room for them."""
     rings, tiles, inputs, codes = brought
     all_tiles, lane_tiles = tiles
     L: gl.constexpr = inputs.block_shape[0]
-    R: gl.constexpr = codes.block_shape[0]
     count = 0
     for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
         lane = tile % lane_tiles * L
         block = tile // lane_tiles * R
-        count = bring_tile(rings, inputs, codes, lane, block, count, K, DEPTH)
+        place = (lane, 1, block)
+        count = bring_tile(rings, inputs, codes, place, count, K, DEPTH)
 
 
 @gluon.jit
-def bring_tile(rings, inputs, codes, lane, block, count, K: gl.constexpr, DEPTH: gl.constexpr):
-    """Load the codes and inputs of a tile's steps, from these lanes and blocks of rows on.
+def bring_tile(rings, inputs, codes, place, count, K: gl.constexpr, DEPTH: gl.constexpr):
+    """Load the codes and inputs of a tile's steps.
 
-    `count` steps came before; returns how many there are then.
+    `place` are the first lane, how many boxes of lanes there are, of the size that `inputs` has,
+    and the first block of rows. `count` steps came before; returns how many there are then.
     """
     x, words, there, free = rings
-    L: gl.constexpr = inputs.block_shape[0]
+    lane, boxes, block = place
+    BOX: gl.constexpr = inputs.block_shape[0]
+    MOST: gl.constexpr = x.shape[1] // BOX
     WIDTH: gl.constexpr = inputs.block_shape[1]
     PIECES: gl.constexpr = _UNIT // WIDTH
-    R: gl.constexpr = codes.block_shape[0]
     LINES: gl.constexpr = codes.block_shape[1]
     STAGES: gl.constexpr = there.shape[0]
+    GROUPS: gl.constexpr = words.shape[0] // (STAGES * DEPTH)
     STEPS: gl.constexpr = (K + DEPTH * _UNIT - 1) // (DEPTH * _UNIT)
-    BYTES: gl.constexpr = DEPTH * (L * _UNIT * 2 + R * LINES * 128)
+    CODES: gl.constexpr = DEPTH * GROUPS * 4 * LINES * 128
+    INPUTS: gl.constexpr = DEPTH * BOX * _UNIT * 2
     for step in range(STEPS):
         stage = count % STAGES
         # The first use of a stage does not wait: the phase before a barrier's first counts as
         # complete.
         mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
         barrier = there.index(stage)
-        mbarrier.expect(barrier, BYTES)
+        # How many bytes come is a constant of the instruction.
+        for number in gl.static_range(1, MOST + 1):
+            mbarrier.expect(barrier, CODES + number * INPUTS, pred=boxes == number)
         for depth in gl.static_range(DEPTH):
             unit = step * DEPTH + depth
-            place = stage * DEPTH + depth
-            line = unit * LINES
-            load_tile(codes, [block, line, 0], barrier, words.index(place))
+            at = stage * DEPTH + depth
+            for group in gl.static_range(GROUPS):
+                of_group = words.index(at * GROUPS + group)
+                load_tile(codes, [block + group * 4, unit * LINES, 0], barrier, of_group)
             for piece in gl.static_range(PIECES):
-                at = [lane, unit * _UNIT + piece * WIDTH]
-                part = x.index(place * PIECES + piece)
-                load_tile(inputs, at, barrier, part)
+                column = unit * _UNIT + piece * WIDTH
+                for box in gl.static_range(MOST):
+                    part = x.index(at * PIECES + piece).slice(box * BOX, BOX)
+                    from_lane = [lane + box * BOX, column]
+                    load_tile(inputs, from_lane, barrier, part, pred=box < boxes)
         count += 1
     return count
 
@@ -205,116 +232,127 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
     rings, y, tiles, factors, out_ptr, lanes, out_stride = rows
     all_tiles, lane_tiles = tiles
     L: gl.constexpr = rings[0].shape[1]
-    R: gl.constexpr = rings[1].shape[1]
+    R: gl.constexpr = 4 * y.shape[0]
     count = 0
     for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
         first_block = tile // lane_tiles * R + WHICH * 4
-        total, count = multiply_tile(rings, factors, (0, first_block), count, WHICH, form)
+        total, count = multiply_tile(rings, factors, (0, first_block), count, L, WHICH, form)
         place = (lanes, tile % lane_tiles * L, first_block)
         outputs: gl.constexpr = (form[0], form[5], form[6], form[7])
         store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
 
 
 @gluon.jit
-def multiply_tile(rings, factors, blocks, count, WHICH: gl.constexpr, form: gl.constexpr):
-    """Multiply 64 rows of a tile; returns the sums [64, L], and the steps that there were then.
+def multiply_tile(
+    rings, factors, blocks, count, L: gl.constexpr, WHICH: gl.constexpr, form: gl.constexpr
+):
+    """Multiply 64 rows of a tile with its first L lanes; returns the sums [64, L], and the steps
+    that there were then.
 
     `blocks` are the first block of the weight, and the rows' first one, counted from that; `count`
-    steps came before. `form` is as in `packed_chunk_kernel`.
+    steps came before. `form` is as in `packed_chunk_kernel`. Scales are loaded two steps ahead, as
+    long as memory takes.
     """
-    x, words, there, free = rings
+    x, _, there, free = rings
     K: gl.constexpr = form[1]
     DEPTH: gl.constexpr = form[8]
-    L: gl.constexpr = x.shape[1]
+    PART: gl.constexpr = form[9]
     STAGES: gl.constexpr = there.shape[0]
     COLUMNS: gl.constexpr = DEPTH * _UNIT
     STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    product: gl.constexpr = _product_layout(L)
-    total = gl.zeros([64, L], gl.float32, product)
-    sums = ()
-    for _ in gl.static_range(_at_once(form[10], L)):
-        sums += (total,)  # type: ignore[assignment]
+    SUMS: gl.constexpr = DEPTH // PART if form[10] > 0 else 0
+    total = gl.zeros([64, L], gl.float32, product_layout(L))
     groups = _load_groups(factors, blocks, 0, form)
-    stage = count % STAGES
-    mbarrier.wait(there.index(stage), count // STAGES & 1)
-    halves = _convert(words, stage, WHICH, groups, x, product, factors, form)
-    mbarrier.wait(there.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=STEPS > 1)
+    next_groups = _load_groups(factors, blocks, COLUMNS, form)
     for step in range(STEPS):
         stage = count % STAGES
-        first = stage * (DEPTH * (_UNIT // x.shape[2]))
-        next_groups = _load_groups(factors, blocks, (step + 1) * COLUMNS, form)
-        begun = _begin_step(halves, x, first, total, sums, form)
-        # After the last step of a tile the halves converted here are not used.
-        after = (count + 1) % STAGES
-        ahead = _convert(words, after, WHICH, next_groups, x, product, factors, form)
-        # The next iteration's wait. Waiting here keeps the compiler from converting after
-        # `wgmma`.
-        later = count + 2
-        mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
-        sums, halves, ahead = _wait(begun, halves, ahead)
-        total, sums, ahead = _end_step(halves, x, first, total, sums, ahead, groups, form)
+        later_groups = _load_groups(factors, blocks, (step + 2) * COLUMNS, form)
+        mbarrier.wait(there.index(stage), count // STAGES & 1)
+        if SUMS == 0:
+            total = _add_units(rings, stage, 0, DEPTH, total, True, WHICH, groups, factors, form)
+        elif x.shape[2] == _UNIT:
+            for part in gl.static_range(SUMS):
+                sums = _add_units(
+                    rings, stage, part * PART, PART, total, False, WHICH, groups, factors, form
+                )
+                scale = _scales_of_pieces(groups[part][0], product_layout(L))[0]
+                total = _add_scaled(total, sums, scale)
+        else:
+            total = _add_pieces(rings, stage, total, WHICH, groups, factors, form)
         sync_threads()
         mbarrier.arrive(free.index(stage), count=1)
-        halves = ahead
         groups = next_groups
+        next_groups = later_groups
         count += 1
     return total, count
 
 
-@gluon.constexpr_function
-def _at_once(sums, lanes):
-    """How many of a step's sums are begun together, as far as there are registers for them."""
-    return max(sums, 1) if lanes <= 64 else 1
-
-
 @gluon.jit
-def _begin_step(halves, x, place, total, sums, form: gl.constexpr):
-    """Begin a step's first products: they add to the total, or form sums that are scaled later."""
-    DEPTH: gl.constexpr = form[8]
-    PART: gl.constexpr = form[9]
-    SUMS: gl.constexpr = form[10]
-    begun = ()
-    if SUMS > 0:
-        for index in gl.static_range(_at_once(SUMS, x.shape[1])):
-            begun += (_begin(halves, x, place, index * PART, PART, sums[index], False),)  # type: ignore[assignment]
-    else:
-        begun = (_begin(halves, x, place, 0, DEPTH, total, True),)  # type: ignore[assignment]
-    return begun
-
-
-@gluon.jit
-def _end_step(halves, x, place, total, sums, ahead, groups, form: gl.constexpr):
-    """Finish a step whose first products are there: begin the others and wait for them one by one.
-
-    Returns the total, and `sums` and `ahead` as they are after that.
+def _add_units(
+    rings,
+    stage,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    total,
+    ADD: gl.constexpr,
+    WHICH: gl.constexpr,
+    groups,
+    factors,
+    form: gl.constexpr,
+):
+    """Multiply COUNT units of a step from FIRST on, and with ADD add the total. The products of a
+    unit run while the next one is converted.
     """
-    PART: gl.constexpr = form[9]
-    SUMS: gl.constexpr = form[10]
-    PIECES: gl.constexpr = _UNIT // x.shape[2]
-    BATCH: gl.constexpr = _at_once(SUMS, x.shape[1])
+    L: gl.constexpr = total.shape[1]
     product: gl.constexpr = total.type.layout
-    if SUMS > 0:
-        for index in gl.static_range(SUMS):
-            if index >= BATCH:
-                begun = (_begin(halves, x, place, index * PART, PART, sums[0], False),)
-                sums, halves, ahead = _wait(begun, halves, ahead)
-            scales = _scales_of_pieces(groups[index // PIECES][0], product)
-            total = _add_scaled(total, sums[index % BATCH], scales[index % PIECES])
-    else:
-        total = sums[0]
-    return total, sums, ahead
+    begun = total
+    used = ()
+    for unit in gl.static_range(FIRST, FIRST + COUNT):
+        halves = _convert(rings, stage, unit, WHICH, groups, product, factors, form)
+        begun = warpgroup_mma(
+            halves[0],
+            _inputs(rings[0], stage, unit, L, form),
+            begun,
+            use_acc=ADD or unit > FIRST,
+            is_async=True,
+        )
+        used += halves
+    # Until the sums are there nothing overwrites the halves.
+    waited = (begun,)
+    waited += used
+    return warpgroup_mma_wait(num_outstanding=0, deps=waited)[0]
 
 
 @gluon.jit
-def _begin(halves, x, place, FIRST: gl.constexpr, COUNT: gl.constexpr, total, ADD: gl.constexpr):
-    """Begin products of some pieces of a step's halves with its inputs, to be waited for."""
-    begun = total
-    for index in gl.static_range(FIRST, FIRST + COUNT):
-        inputs = x.index(place + index).permute((1, 0))
-        begun = warpgroup_mma(
-            halves[index], inputs, begun, use_acc=ADD or index > FIRST, is_async=True
-        )
-    return begun
+def _add_pieces(rings, stage, total, WHICH: gl.constexpr, groups, factors, form: gl.constexpr):
+    """Multiply the units of a step in pieces that each have a scale, and add their scaled sums."""
+    DEPTH: gl.constexpr = form[8]
+    L: gl.constexpr = total.shape[1]
+    product: gl.constexpr = total.type.layout
+    PIECES: gl.constexpr = _UNIT // rings[0].shape[2]
+    for unit in gl.static_range(DEPTH):
+        halves = _convert(rings, stage, unit, WHICH, groups, product, factors, form)
+        scales = _scales_of_pieces(groups[unit][0], product)
+        for piece in gl.static_range(PIECES):
+            begun = warpgroup_mma(
+                halves[piece],
+                _inputs(rings[0], stage, unit * PIECES + piece, L, form),
+                total,
+                use_acc=False,
+                is_async=True,
+            )
+            waited = (begun,)
+            waited += halves
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=waited)[0]
+            total = _add_scaled(total, sums, scales[piece])
+    return total
+
+
+@gluon.jit
+def _inputs(x, stage, PLACE: gl.constexpr, L: gl.constexpr, form: gl.constexpr):
+    """The inputs [columns, L] of a step's unit, or of a piece of one."""
+    PLACES: gl.constexpr = form[8] * (_UNIT // x.shape[2])
+    return x.index(stage * PLACES + PLACE).slice(0, L).permute((1, 0))
 
 
 @gluon.jit
@@ -349,39 +387,40 @@ def _load_groups(factors, blocks, column, form: gl.constexpr):
 
 @gluon.jit
 def _convert(
-    words,
+    rings,
     stage,
+    UNIT: gl.constexpr,
     WHICH: gl.constexpr,
     groups,
-    x,
     product: gl.constexpr,
     factors,
     form: gl.constexpr,
 ):
-    """Halves [64, columns] of a step: one for each unit, or one for each piece with a scale."""
+    """Halves [64, columns] of a unit of a step: one tensor, or one for each piece with a scale."""
+    x, words, there, _ = rings
     CODE: gl.constexpr = form[2]
     GROUP: gl.constexpr = form[3]
     FOLD: gl.constexpr = form[4]
     DEPTH: gl.constexpr = form[8]
     PART: gl.constexpr = form[9]
+    WARP_GROUPS: gl.constexpr = words.shape[0] // (there.shape[0] * DEPTH)
     SPAN: gl.constexpr = min(GROUP, _UNIT) if GROUP else _UNIT
     ZEROS: gl.constexpr = factors.zeros is not None
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
+    own = words.index((stage * DEPTH + UNIT) * WARP_GROUPS + WHICH)
+    halves = unit_halves(own, x, CODE, SPAN, ZEROS, form[11])
+    if ZEROS:
+        halves = without_zeros(halves, groups[UNIT // PART][1], CODE)
+    if FOLD:
+        halves = scaled_halves(halves, groups[UNIT // PART][0])
     found = ()
-    for unit in gl.static_range(DEPTH):
-        own = words.index(stage * DEPTH + unit).slice(WHICH * 4, 4)
-        halves = ordered_halves(own, x, CODE, SPAN, ZEROS)
-        if ZEROS:
-            halves = without_zeros(halves, groups[unit // PART][1], CODE)
-        if FOLD:
-            halves = scaled_halves(halves, groups[unit // PART][0])
-        if FOLD or SPAN == _UNIT:
-            halves = halves.reshape([64, _UNIT])
-            found += (gl.convert_layout(halves, left, assert_trivial=True),)  # type: ignore[assignment]
-        else:
-            apart = _pieces(halves.permute((0, 2, 1)))
-            for index in gl.static_range(_UNIT // SPAN):
-                found += (gl.convert_layout(apart[index], left, assert_trivial=True),)  # type: ignore[assignment]
+    if FOLD or SPAN == _UNIT:
+        halves = halves.reshape([64, _UNIT])
+        found += (gl.convert_layout(halves, left, assert_trivial=True),)  # type: ignore[assignment]
+    else:
+        apart = _pieces(halves.permute((0, 2, 1)))
+        for index in gl.static_range(_UNIT // SPAN):
+            found += (gl.convert_layout(apart[index], left, assert_trivial=True),)  # type: ignore[assignment]
     return found
 
 
@@ -422,22 +461,3 @@ def _scales_of_pieces(scales, product: gl.constexpr):
 @gluon.jit
 def _add_scaled(total, part, scale):
     return gl.fma(part, gl.broadcast(scale[:, None], part)[0], total)
-
-
-@gluon.jit
-def _wait(begun, halves, ahead):
-    """Wait for the sums that were begun. Until they are there nothing overwrites `halves`, and the
-    conversion of `ahead` takes place.
-    """
-    PIECES: gl.constexpr = len(halves)
-    SUMS: gl.constexpr = len(begun)
-    done = warpgroup_mma_wait(num_outstanding=0, deps=begun + halves + ahead)
-    sums = ()
-    kept = ()
-    converted = ()
-    for index in gl.static_range(SUMS):
-        sums += (done[index],)  # type: ignore[assignment]
-    for index in gl.static_range(PIECES):
-        kept += (done[SUMS + index],)  # type: ignore[assignment]
-        converted += (done[SUMS + PIECES + index],)  # type: ignore[assignment]
-    return sums, kept, converted

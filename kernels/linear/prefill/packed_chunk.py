@@ -57,14 +57,15 @@ _REFERENCE_BLOCKS = 128
 class ChunkTile(Tile):
     """A `Tile`, of up to 128 lanes if sums are scaled by groups.
 
-    depth  1, 2 or 4: columns of a step, in multiples of what the format needs
+    depth  1, 2 or 4: columns of a step, in multiples of what the format needs. The products of a
+           unit of 64 columns run while the next unit of the step is converted
     """
 
     depth: int = 1
 
 
-# Relative times of a tile, with e4m3 weights on an H200.
-_TILE_TIMES = {ChunkTile(256): 1.5, ChunkTile(128): 1.0, ChunkTile(128, 1): 0.62}
+# Relative times of tiles of these lanes and warp groups, with e4m3 weights on an H200.
+_TILE_TIMES = {(256, 2): 1.5, (128, 2): 1.0, (128, 1): 0.62}
 
 
 def packed_chunk_product(
@@ -253,14 +254,15 @@ def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTil
         width = max(16, triton.next_power_of_2(lanes))
         units = (4 if width < 64 else 2) if form.width == UNIT else 1
         return ChunkTile(width, 1, max(1, units // form.units))
-    tiles = [ChunkTile(128), ChunkTile(128, 1)]
+    depth = 1 if form.units > 1 or form.width < UNIT else 2
+    tiles = [ChunkTile(128, 2, depth), ChunkTile(128, 1, depth)]
     if lanes > 128 and (form.group == 0 or form.folded):
         tiles.insert(0, ChunkTile(256))
 
     def time(tile: ChunkTile) -> float:
         """Relative time of the program with the most tiles."""
         count = triton.cdiv(lanes, tile.lanes) * triton.cdiv(M, tile.rows)
-        return float(triton.cdiv(count, processors) * _TILE_TIMES[tile])
+        return float(triton.cdiv(count, processors) * _TILE_TIMES[tile.lanes, tile.warp_groups])
 
     return min(tiles, key=time)
 
@@ -291,10 +293,10 @@ def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
     processors = processors_of(x)
     form = chunk_form(weight, x.dtype)
     tile = tile or chunk_tile(form, M, lanes, processors)
-    lines, blocks = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
+    lines = UNIT * kind.bits // 64
     launcher(packed_chunk_kernel, product.grid(tile, processors))(
         described(x, [tile.lanes, form.width], GLUON_DTYPES[x.dtype]),
-        described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
+        described(weight.codes.view(len(weight.codes), -1, 64), [4, lines, 64], gl.int16),
         product.factors,
         out,
         lanes,

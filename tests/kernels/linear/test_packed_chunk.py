@@ -340,8 +340,8 @@ def test_tiles_fit_shared_memory(name, M, lanes):
         # 128 programs of 256 lanes end before 256 of half as many do on 132 multiprocessors.
         ("e4m3 rows", 4096, 1024, MODULE.ChunkTile(256)),
         ("e4m3 rows", 6144, 1024, MODULE.ChunkTile(256)),
-        ("e4m3 rows", 4096, 512, MODULE.ChunkTile(128)),
-        ("e4m3 rows", 4096, 128, MODULE.ChunkTile(128, 1)),
+        ("e4m3 rows", 4096, 512, MODULE.ChunkTile(128, 2, 2)),
+        ("e4m3 rows", 4096, 128, MODULE.ChunkTile(128, 1, 2)),
         # Sums that groups scale have room for 128 lanes.
         ("int4 groups", 4096, 1024, MODULE.ChunkTile(128)),
         ("int4 groups", 28672, 128, MODULE.ChunkTile(128)),
@@ -374,16 +374,20 @@ def compiled(name: str, lanes: int, *, swiglu: bool = False) -> Any:
 
 
 @compiles
-@pytest.mark.parametrize("name, lanes, swiglu", [("e4m3", 1024, False), ("int4", 1024, True)])
-def test_codes_are_converted_while_the_tensor_cores_multiply(name, lanes, swiglu):
-    """The weight comes from registers, and no `wgmma` waits for the next step's conversion."""
-    ptx = compiled(name, lanes, swiglu=swiglu).asm["ptx"]
+@pytest.mark.parametrize("name, swiglu", [("e4m3", False), ("mxfp4", False), ("int4", True)])
+def test_codes_are_converted_while_the_tensor_cores_multiply(name, swiglu):
+    """The weight comes from registers, and a step's second unit is converted before its first one's
+    products are waited for.
+    """
+    ptx = compiled(name, 128, swiglu=swiglu).asm["ptx"]
     products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (.)", ptx)
     assert products and set(products) == {"{"}
-    begun = [match.end() for match in re.finditer(r"wgmma\.commit_group", ptx)]
-    waits = [match.start() for match in re.finditer(r"wgmma\.wait_group", ptx)]
-    for start, end in zip(begun[1::2] if name == "int4" else begun, waits, strict=True):
-        assert ptx.count("fma.rn.bf16x2", start, end) >= 16
+    steps = ptx.split("wgmma.wait_group")[:-1]
+    assert steps
+    for step in steps:
+        first, second = step.split("wgmma.commit_group")[:2]
+        assert "wgmma.mma_async" in first
+        assert len(re.findall(r"(?:fma|mul)\.rn\.bf16x2", second)) >= 16
 
 
 # What a GPU does.
