@@ -9,12 +9,12 @@ multiplied into the latent space before attention, and the sums out of it afterw
 latent in it.
 
     latent_append       rotates queries and keys, norms latents, appends to the cache
-    latent_attention    attention of a prompt chunk, one token per lane
+    latent_attention    attention of prompt chunks: `latent_prefill.py`
     latent_values       decode, with the product out of the latent space: `latent_decode.py`
 
 A launch attends only to entries that an earlier launch appended. So the lanes of a row of
 speculative decoding, and those of a chunk, find their siblings in the cache and are independent.
-Tiles of keys are counted from position 0 and have a size fixed by the dtype.
+Tiles of keys are counted from position 0, and their size does not depend on lanes.
 
 Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q heads, R values of a latent,
 P values of a rotated key, E = R + P, C values of a query that are not rotated, T positions of the
@@ -23,20 +23,13 @@ tables.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 
-from graphengine.kernels.attention.latent_reference import (
-    latent_append_reference,
-    latent_attention_reference,
-)
-from graphengine.kernels.attention.triton.latent_triton import (
-    latent_append_kernel,
-    latent_attention_kernel,
-)
+from graphengine.kernels.attention.latent_reference import latent_append_reference
+from graphengine.kernels.attention.triton.latent_triton import latent_append_kernel
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes, check_rows, check_vector
 from graphengine.kernels.core.launching import launcher
@@ -47,14 +40,13 @@ from graphengine.kernels.linear.plans import dot_columns
 MAX_LATENT = 512
 MAX_ROTATED = 128
 LATENT_TILE = 32
-"""Keys of a tile, for 16-bit dtypes."""
+"""Keys of a tile of decode, for 16-bit dtypes."""
 
-_MAX_ROWS = 64
 _BLOCK_PAIRS = 1024
 
 
 class LatentTiles(NamedTuple):
-    """Tile sizes of a program's products (heads and keys), warps and stages."""
+    """Tile sizes of a program's products (rows and keys), warps and stages."""
 
     rows: int
     keys: int
@@ -150,64 +142,11 @@ def latent_append(
     )
 
 
-def latent_attention(
-    q_NQE: torch.Tensor,
-    kv: torch.Tensor,
-    block_table_SB: torch.Tensor,
-    slot_N: torch.Tensor,
-    position_N: torch.Tensor,
-    *,
-    rank: int,
-    scale: float,
-    out: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """Attend entries 0..position of each lane's slot with all its heads, and sum the latents.
-
-    Args:
-        q_NQE: [N, Q, R + P], dense.
-        kv: one layer's cache, in q's dtype, which holds the lanes' own entries.
-        block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
-        rank: R. scale: factor on the scores, above 0.
-        out: [N, Q, R] in q's dtype; may not share memory with q or kv.
-        pdl: the launch before, whatever it is, may still run.
-
-    Returns:
-        [N, Q, R] in q's dtype; softmax and sums in float32. Only the slot of a padded lane is read,
-        and nothing is written for it. A live lane whose position is negative or past its block
-        table is NaN. A lane's bits depend neither on other lanes nor on N.
-    """
-    lanes, heads = check_latent_query(
-        q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale
-    )
-    out = checked_output(out, (lanes, heads, rank), like=q_NQE)
-    if not use_triton(q_NQE):
-        return latent_attention_reference(
-            q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale, out=out
-        )
-    tiles = latent_tiles(q_NQE.dtype, heads)
-    launcher(latent_attention_kernel, (lanes, triton.cdiv(heads, tiles.rows)))(
-        q_NQE,
-        kv,
-        block_table_SB,
-        slot_N,
-        position_N,
-        out,
-        scale * math.log2(math.e),
-        kv.stride(0),
-        block_table_SB.stride(0),
-        token_capacity(kv, block_table_SB),
-        STAGES=tiles.stages,
-        **latent_shape(q_NQE, kv, rank),
-        **launch_options(pdl),
-    )
-    return out
-
-
-def latent_shape(q_NQE: torch.Tensor, kv: torch.Tensor, rank: int) -> dict[str, int]:
-    """Constexprs and warps shared by all kernels that attend to latents."""
+def latent_shape(
+    q_NQE: torch.Tensor, kv: torch.Tensor, rank: int, tiles: LatentTiles
+) -> dict[str, int]:
+    """Constexprs and warps shared by all kernels that attend to latents with these tiles."""
     heads, rotated = q_NQE.shape[1], q_NQE.shape[2] - rank
-    tiles = latent_tiles(q_NQE.dtype, heads)
     return {
         "Q": heads,
         "R": rank,
@@ -217,16 +156,9 @@ def latent_shape(q_NQE: torch.Tensor, kv: torch.Tensor, rank: int) -> dict[str, 
         "BLOCK_SIZE": kv.shape[2],
         "ROWS": tiles.rows,
         "TILE": tiles.keys,
+        "STAGES": tiles.stages,
         "num_warps": tiles.warps,
     }
-
-
-def latent_tiles(dtype: torch.dtype, heads: int) -> LatentTiles:
-    """The tiles, which fix the order of summation; they depend only on dtype and heads."""
-    if dtype.itemsize > 2:
-        return LatentTiles(rows=16, keys=LATENT_TILE // 2, warps=8, stages=1)
-    rows = min(dot_columns(heads), _MAX_ROWS)
-    return LatentTiles(rows=rows, keys=LATENT_TILE, warps=8 if rows == _MAX_ROWS else 4, stages=2)
 
 
 def check_latent_cache(kv: torch.Tensor, block_table_SB: torch.Tensor, entry: int) -> None:

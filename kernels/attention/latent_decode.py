@@ -20,7 +20,12 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.attention.head_product import head_product_reference
-from graphengine.kernels.attention.latent import check_latent_query, latent_shape, latent_tiles
+from graphengine.kernels.attention.latent import (
+    LATENT_TILE,
+    LatentTiles,
+    check_latent_query,
+    latent_shape,
+)
 from graphengine.kernels.attention.latent_reference import latent_attention_reference
 from graphengine.kernels.attention.triton.latent_triton import (
     attend_tile,
@@ -39,6 +44,8 @@ _SPLITS = 32
 # Partial results of a head that are loaded at once.
 _PARTS = 8
 _BLOCK_V = 32
+# Heads of a program, at most.
+_MAX_ROWS = 64
 
 
 def latent_values(
@@ -81,7 +88,7 @@ def latent_values(
             q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale, out=attended
         )
         return head_product_reference(attended, weight_QVR.transpose(1, 2), slot_N, out=out)
-    tiles = latent_tiles(q_NQE.dtype, heads)
+    tiles = _tiles_of(q_NQE.dtype, heads)
     limit = token_capacity(kv, block_table_SB)
     # Uninitialised: programs read only what programs of the same lane wrote.
     acc_NQCR = q_NQE.new_empty((lanes, heads, _SPLITS, rank), dtype=torch.float32)
@@ -101,8 +108,7 @@ def latent_values(
         block_table_SB.stride(0),
         limit,
         SPLITS=_SPLITS,
-        STAGES=tiles.stages,
-        **latent_shape(q_NQE, kv, rank),
+        **latent_shape(q_NQE, kv, rank, tiles),
         **launch_options(pdl),
     )
     block_v = min(_BLOCK_V, triton.next_power_of_2(values))
@@ -133,6 +139,14 @@ def latent_values(
 def latent_values_workspace_bytes(lanes: int, *, num_heads: int, rank: int) -> int:
     """Bytes of workspace of a launch of `lanes` lanes."""
     return lanes * num_heads * _SPLITS * (rank + 2) * 4
+
+
+def _tiles_of(dtype: torch.dtype, heads: int) -> LatentTiles:
+    """The tiles, which fix the order of summation; they depend only on dtype and heads."""
+    if dtype.itemsize > 2:
+        return LatentTiles(rows=16, keys=LATENT_TILE // 2, warps=8, stages=1)
+    rows = min(dot_columns(heads), _MAX_ROWS)
+    return LatentTiles(rows=rows, keys=LATENT_TILE, warps=8 if rows == _MAX_ROWS else 4, stages=2)
 
 
 def _check_weight(q_NQE: torch.Tensor, weight_QVR: torch.Tensor) -> tuple[int, int]:
@@ -204,14 +218,14 @@ def latent_split_kernel(
     if end == 0:
         return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    q = load_queries(q_ptr, lane, row, column, turned, Q, R, P)
-    state = attend_tile(q, entries, token < end, no_keys(ROWS, RANK_PADDED), scale_log2)
+    q = load_queries(q_ptr, lane * Q + row, row < Q, column, turned, R, P)
+    state = attend_tile(q, entries, (token < end)[None, :], no_keys(ROWS, RANK_PADDED), scale_log2)
     for start in tl.range(first + TILE, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         entries = load_entries(
             kv_ptr, table_row_ptr, token, end, kv_block_stride, column, turned, R, P, BLOCK_SIZE
         )
-        state = attend_tile(q, entries, token < end, state, scale_log2)
+        state = attend_tile(q, entries, (token < end)[None, :], state, scale_log2)
     acc, largest, total = state
     part = (lane * Q + row) * SPLITS + split
     mask = (row < Q)[:, None] & (column < R)[None, :]

@@ -54,18 +54,26 @@ def first_tile(first, chunk, SIZE: tl.constexpr, SPARE: tl.constexpr):
 
 @triton.jit
 def chunk_of_tile(
-    query_start_ptr, tile, PROMPTS: tl.constexpr, SIZE: tl.constexpr, SPARE: tl.constexpr
+    query_start_ptr,
+    tile,
+    PROMPTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPARE: tl.constexpr,
+    ROWS: tl.constexpr = 1,
 ):
     """The number of a tile's chunk, the chunk's first lane and number of lanes, and which of its
     tiles it is.
 
-    A number that no tile has is that of a tile past the end of a chunk.
+    A number that no tile has is that of a tile past the end of a chunk. With ROWS, the rows of a
+    lane, tiles are of SIZE rows, and the first row and the number of rows take the lanes' place.
     """
     p = tl.arange(0, triton.next_power_of_2(PROMPTS))
-    starts = tl.load(query_start_ptr + p, mask=p < PROMPTS, other=0)
+    starts = tl.load(query_start_ptr + p, mask=p < PROMPTS, other=0) * ROWS
     begun = (p < PROMPTS) & (first_tile(starts, p, SIZE, SPARE) <= tile)
     chunk = tl.sum(begun.to(tl.int32), 0) - 1
     first, count = lanes_of_chunk(query_start_ptr, chunk)
+    first *= ROWS
+    count *= ROWS
     return chunk, first, count, tile - first_tile(first, chunk, SIZE, SPARE)
 
 

@@ -20,9 +20,9 @@ from graphengine.kernels.attention.latent import (
     LATENT_TILE,
     check_latent_sizes,
     latent_append,
-    latent_attention,
 )
 from graphengine.kernels.attention.latent_decode import latent_values, latent_values_workspace_bytes
+from graphengine.kernels.attention.latent_prefill import latent_attention
 from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.epilogues import STORE
 from graphengine.kernels.linear.linear import linear
@@ -349,6 +349,7 @@ class LatentAttentionWeights:
             lanes.position,
             rank=rank,
             scale=block.scale,
+            query_start_P1=scratch.launch.chunk_starts(lanes),
             out=attended,
             pdl=pdl,
         )

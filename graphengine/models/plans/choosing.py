@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 PlanSource = Literal["user", "shipped", "heuristic"]
 
-NUMERICS_VERSION = 11
+NUMERICS_VERSION = 12
 """Raise it with every change to a kernel, also of prefill, that may change the bits of a result
 while all plans stay the same: another order of summation, another rounding, another formula or
 constant, such as those of `kernels/attention/prefill.py`."""
