@@ -19,6 +19,9 @@ UNIT = 64
 """Columns that are converted and multiplied at a time."""
 
 _UNIT = gl.constexpr(UNIT)
+# Scaled codes must be numbers that bfloat16 holds, and so must the factors that make them.
+RAW_SHIFT = gl.constexpr(32)
+_RAW_FACTOR = gl.constexpr(2.0 ** (126 - 32))
 
 
 @gluon.constexpr_function
@@ -84,14 +87,19 @@ def _choice(bits):
 
 
 @gluon.constexpr_function
-def _float_choice(bf16):
-    """PTX for the halves of 4-bit floats, whose bits lie as `packed.py` moves them.
+def _float_choice(bf16, raw):
+    """PTX for the halves of 4-bit floats, whose bits lie as `packed.py` moves them; `raw` as in
+    `unpacking`.
 
     $6 to $9 choose the pairs of $4 and $5: they are how far to rotate the bits.
     """
     kind, factor = ("bf16x2", 0x7E807E80) if bf16 else ("f16x2", 0x74007400)
     lines = [f"mov.b32 factor, {factor:#x};"]
     high, low = (0x01800180, 0x00400040) if bf16 else (0x0C000C00, 0x02000200)
+
+    def finished(target):
+        return f"mov.b32 {target}, word;" if raw else f"mul.rn.{kind} {target}, word, factor;"
+
     for index, source in enumerate(("$4", "$5")):
         lines.append(f"shf.l.wrap.b32 word, {source}, {source}, $6;")
         if bf16:
@@ -103,28 +111,35 @@ def _float_choice(bf16):
                 "lop3.b32 word, word, 0x0E000E00, other, 0xea;",
             ]
         lines += [
-            f"mul.rn.{kind} ${index}, word, factor;",
+            finished(f"${index}"),
             f"shf.l.wrap.b32 word, {source}, {source}, $7;",
             "and.b32 other, word, 0x80008000;",
             f"shf.l.wrap.b32 word, {source}, {source}, $8;",
             f"lop3.b32 other, word, {high:#x}, other, 0xea;",
             f"shf.l.wrap.b32 word, {source}, {source}, $9;",
             f"lop3.b32 word, word, {low:#x}, other, 0xea;",
-            f"mul.rn.{kind} ${2 + index}, word, factor;",
+            finished(f"${2 + index}"),
         ]
     return "{\n.reg .b32 word, other, factor;\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.jit
 def unit_halves(
-    codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, OWN: gl.constexpr
+    codes,
+    inputs,
+    CODE: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
+    OWN: gl.constexpr,
+    RAW: gl.constexpr,
 ):
     """The values of 64 columns of codes [4, 4 * C, 64]: [64, G, GROUP], in `half_layout`.
 
     They have the dtype of `inputs`. With OWN a thread converts its own codes of `mma.sync`, which
     puts column b0 + 4 b1 + 8 b2 + 2 b3 (bits) of each 16 at place b0 + 2 b1 + 4 b2 + 8 b3: inputs
-    must come in that order, too. Otherwise columns stay in order. With ZEROS a power of two is still added to codes of 4 bits, as `without_zeros` wants
-    them.
+    must come in that order, too. Otherwise columns stay in order. With ZEROS a power of two is
+    still added to codes of 4 bits, as `without_zeros` wants them; with RAW values are 2**126 times
+    too small, as `scaled_halves` wants them.
     """
     BITS: gl.constexpr = code_bits(CODE)
     half = inputs.dtype
@@ -133,12 +148,12 @@ def unit_halves(
     loaded = loaded.reshape([4, BITS // 4, 8, 2, 2, 8])
     if OWN:
         words = gl.convert_layout(loaded, _pair_layout(256 // BITS), assert_trivial=True)
-        halves = _unpacked(words, inputs, CODE, ZEROS)
+        halves = _unpacked(words, inputs, CODE, ZEROS, RAW)
     elif CODE == "e2m1":
         lower, upper, pair = _both_sources(loaded, BITS)
         turns = _turns(pair, BF16)
         halves = gl.inline_asm_elementwise(
-            _float_choice(BF16),
+            _float_choice(BF16, RAW),
             "=r,=r,=r,=r,r,r,r,r,r,r",
             [lower, upper, turns[0], turns[1], turns[2], turns[3]],
             dtype=(half, half, half, half),
@@ -155,7 +170,7 @@ def unit_halves(
             is_pure=True,
             pack=2,
         )
-        halves = _unpacked(words, inputs, CODE, ZEROS)
+        halves = _unpacked(words, inputs, CODE, ZEROS, RAW)
     return _in_rows(halves, BITS, GROUP)
 
 
@@ -175,10 +190,10 @@ def _both_sources(loaded, BITS: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(words, inputs, CODE: gl.constexpr, ZEROS: gl.constexpr):
+def _unpacked(words, inputs, CODE: gl.constexpr, ZEROS: gl.constexpr, RAW: gl.constexpr):
     """The values of halfwords of codes: 4 tensors of halves for 4 bits, 2 for 8."""
     half = inputs.dtype
-    asm: gl.constexpr = unpacking(CODE, half == gl.bfloat16, ZEROS)
+    asm: gl.constexpr = unpacking(CODE, half == gl.bfloat16, ZEROS, RAW)
     if code_bits(CODE) == 4:
         halves = gl.inline_asm_elementwise(
             asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half), is_pure=True, pack=2
@@ -226,15 +241,29 @@ def _turns(pair, BF16: gl.constexpr):
     return turns
 
 
+@gluon.constexpr_function
+def is_raw(code, dtype, folds):
+    """Whether one product both scales a code and corrects its exponent: then sums are
+    2**-RAW_SHIFT of what they should be.
+    """
+    return folds and code == "e2m1" and dtype == gl.bfloat16
+
+
 @gluon.jit
-def scaled_halves(halves, scales):
+def scaled_halves(halves, scales, RAW: gl.constexpr):
     """Multiply halves [64, G, group] by the values of scales [64, G], where that is exact.
 
-    Scales that are powers of two are doubled, as in `scale_floats`.
+    Scales that are powers of two are doubled, as in `scale_floats`. RAW halves are 2**126 times too
+    small, and come out 2**RAW_SHIFT times too small; then scales above 2**32 become infinite.
     """
     dtype = halves.dtype
     if scales.dtype == gl.uint8:
-        factor = ((scales.to(gl.int16) + 1) << 7).to(dtype, bitcast=True)
+        exponent = scales.to(gl.int32) + (127 - RAW_SHIFT if RAW else 1)
+        if RAW:
+            exponent = gl.minimum(exponent, 255)
+        factor = (exponent << 7).to(gl.int16).to(dtype, bitcast=True)
+    elif RAW:
+        factor = (scales.to(gl.float32) * _RAW_FACTOR).to(dtype)
     else:
         factor = scales.to(gl.float32).to(dtype)
     _, factor = gl.broadcast(halves, factor[:, :, None])

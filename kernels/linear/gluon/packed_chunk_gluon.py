@@ -26,8 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, sync_threads
 from graphengine.kernels.linear.gluon.packed_chunk_codes import (
+    RAW_SHIFT,
     UNIT,
     half_layout,
+    is_raw,
     scaled_halves,
     unit_halves,
 )
@@ -284,6 +286,8 @@ def multiply_tile(
         groups = next_groups
         next_groups = later_groups
         count += 1
+    if is_raw(form[2], x.dtype, form[4]):
+        total *= 2.0**RAW_SHIFT
     return total, count
 
 
@@ -408,11 +412,12 @@ def _convert(
     ZEROS: gl.constexpr = factors.zeros is not None
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     own = words.index((stage * DEPTH + UNIT) * WARP_GROUPS + WHICH)
-    halves = unit_halves(own, x, CODE, SPAN, ZEROS, form[11])
+    RAW: gl.constexpr = is_raw(CODE, x.dtype, FOLD)
+    halves = unit_halves(own, x, CODE, SPAN, ZEROS, form[11], RAW)
     if ZEROS:
         halves = without_zeros(halves, groups[UNIT // PART][1], CODE)
     if FOLD:
-        halves = scaled_halves(halves, groups[UNIT // PART][0])
+        halves = scaled_halves(halves, groups[UNIT // PART][0], RAW)
     found = ()
     if FOLD or SPAN == _UNIT:
         halves = halves.reshape([64, _UNIT])

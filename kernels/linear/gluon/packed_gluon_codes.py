@@ -48,13 +48,14 @@ def code_bits(code):
 
 
 @gluon.constexpr_function
-def unpacking(code, bf16, zeros):
+def unpacking(code, bf16, zeros, raw=False):
     """PTX that turns a word of codes into pairs of halves $0, $1, ..., exactly.
 
     Integers become the last bits of a power of two, which is subtracted again, with the 8 of those
     that have signs (with zeros of 4 bits it stays, see `without_zeros`). Floats keep their fields,
     moved to where a half has them. A product with a power of two then corrects their exponents;
-    before it a number may be subnormal.
+    before it a number may be subnormal. With `raw`, for `e2m1` as bfloat16 alone, that product is
+    left to the caller: it is by 2**126.
     """
     if code in ("int4", "uint4"):
         base = 0x43004300 if bf16 else 0x64006400
@@ -102,22 +103,26 @@ def unpacking(code, bf16, zeros):
                 _product(f"${index}", True),
             ]
     else:
-        lines = _unpacking_of_small_floats(bf16)
+        lines = _unpacking_of_small_floats(bf16, raw)
     return "{\n.reg .b32 word, other, factor, third;\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.constexpr_function
-def _unpacking_of_small_floats(bf16):
+def _unpacking_of_small_floats(bf16, raw):
     """PTX lines for `e2m1`, whose bits lie as `packed.py` moves them: for bfloat16 all floats but
     the fourth only need a shift.
     """
+
+    def finished(target):
+        return f"mov.b32 {target}, word;" if raw else _product(target, bf16)
+
     if bf16:
         lines = ["mov.b32 factor, 0x7E807E80;"]
         for index in range(3):
             lines += [
                 f"shl.b32 word, $4, {3 * index};",
                 "and.b32 word, word, 0x81C081C0;",
-                _product(f"${index}", True),
+                finished(f"${index}"),
             ]
         high, low = "shr.u32 word, $4, 3;", "shr.u32 word, $4, 7;"
         masks = ("0x01800180", "0x00400040")
@@ -129,7 +134,7 @@ def _unpacking_of_small_floats(bf16):
                 "and.b32 other, other, 0x80008000;",
                 f"shl.b32 word, $4, {3 * index + 3};",
                 "lop3.b32 word, word, 0x0E000E00, other, 0xea;",
-                _product(f"${index}", False),
+                finished(f"${index}"),
             ]
         high, low = "mov.b32 word, $4;", "shr.u32 word, $4, 4;"
         masks = ("0x0C000C00", "0x02000200")
@@ -140,7 +145,7 @@ def _unpacking_of_small_floats(bf16):
         f"lop3.b32 other, word, {masks[0]}, other, 0xea;",
         low,
         f"lop3.b32 word, word, {masks[1]}, other, 0xea;",
-        _product("$3", bf16),
+        finished("$3"),
     ]
     return lines
 
