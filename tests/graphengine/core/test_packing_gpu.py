@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from checkpoints.adapters import write_adapter
 from checkpoints.family_models import FamilyModel
-from checkpoints.few_layers import few_layers
+from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_layers
 from checkpoints.hybrids import A, C, F, M, granite, lfm2, nemotron, qwen
 from checkpoints.random_models import make
 from checkpoints.tower_models import GRIDS, SEEN
@@ -34,7 +34,7 @@ from graphengine import (
     PromptParts,
     RelaxedAcceptance,
 )
-from graphengine.demo import block_path, checkpoint_path, eagle3_path
+from graphengine.demo import checkpoint_path
 from graphengine.speculative import Feed
 
 pytestmark = [
@@ -111,8 +111,8 @@ def packing(path: Path | None = None, **options: Any) -> Engine:
         {"speculative": MTP(k=3), "prefix_caching": True},
         {"speculative": MTP(tree=[[0], [1], [0, 0]])},
         {"speculative": MTP(k=3, min_confidence=0.2), "quantize": "int4"},
-        {"speculative": Eagle3(eagle3_path(), k=3)},
-        {"speculative": DFlash(block_path(), k=7)},
+        {"speculative": Eagle3(eagle3_head(), k=3, layers=HEAD_LAYERS)},
+        {"speculative": DFlash(block_drafter(), k=7)},
         {"speculative": DraftModel(checkpoint_path(), k=2)},
         {
             "speculative": MTP(k=2),
