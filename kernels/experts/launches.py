@@ -1,7 +1,7 @@
 """Launches of the experts' kernels: choose the kernel, and cut its work.
 
-`experts.py` has checked all arguments. Letters as there. Weights of 8 and 4 bits go to
-`packed_decode.py` where it takes them.
+`experts.py` has checked all arguments. Letters as there. Weights of 8 and 4 bits go to `packed/`,
+and chunks with dense weights to `prefill/experts_chunk.py`, where these take them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from graphengine.kernels.experts.pairs import (
     PairProduct,
 )
 from graphengine.kernels.experts.plans import ProductTile, decode_tile
+from graphengine.kernels.experts.prefill.experts_chunk import (
+    launch_experts_chunk,
+    takes_experts_chunk,
+)
 from graphengine.kernels.linear.operands import StreamArgs, SumArgs
 from graphengine.kernels.linear.plans import LinearPlan
 
@@ -120,6 +124,8 @@ def _launch_chunk(
     given = activation or NO_ACTIVATION
     if takes_chunk(product, given):
         launch_chunk(product, out, given)
+    elif takes_experts_chunk(product, given):
+        launch_experts_chunk(product, out, activation)
     else:
         _launch_product(product, tile, out, activation)
 

@@ -36,6 +36,10 @@ PACKED_BLOCK = 8
 ANY_PAIRS = 64
 """Pairs of a block in chunks of any number of lanes: the least that `wgmma` takes. `tl.dot` of
 fewer is an `mma.sync`, which sums in another order."""
+MOST_COUNTED = 128
+"""Most pairs of a block for the kernel of `prefill/experts_chunk.py`, whose products are about as
+wide as a block has pairs."""
+_LEAST_COUNTED = 32
 _PAIRS_OF_PACKED_BLOCK = 6
 # Most stages of a heuristic plan: tiles with the inputs of a block of pairs, in the shared memory
 # of an SM.
@@ -189,6 +193,18 @@ def chunk_tile(
     if size <= 32:
         return ProductTile(size, 64, block_k, warps=4, stages=5)
     return ProductTile(size, 128, block_k, warps=4 if size == 64 else 8, stages=4)
+
+
+def counted_block(lanes: int | None, top_k: int, experts: int) -> int:
+    """Pairs of a block for the kernel of `prefill/experts_chunk.py`; it affects speed only.
+
+    Enough for an expert with eight times as many pairs as the average, so that nearly all weights
+    are read once. None: any number of lanes.
+    """
+    if lanes is None:
+        return MOST_COUNTED
+    pairs = -(-8 * lanes * top_k // experts)
+    return min(MOST_COUNTED, max(_LEAST_COUNTED, 1 << (pairs - 1).bit_length()))
 
 
 def decode_block(lanes: int, top_k: int, experts: int, weight: WeightFormat | None = None) -> int:

@@ -24,7 +24,14 @@ from graphengine.kernels.experts.experts import (
     expert_sum,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
-from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_block, groups_pairs
+from graphengine.kernels.experts.plans import (
+    ProductTile,
+    chunk_tile,
+    counted_block,
+    decode_block,
+    groups_pairs,
+)
+from graphengine.kernels.experts.prefill.experts_chunk import fits_experts_chunk
 from graphengine.kernels.experts.router import Routes, route
 from graphengine.kernels.experts.router_product import route_product
 from graphengine.kernels.experts.shared_gate import gate_lanes
@@ -407,8 +414,10 @@ def _chunk_tiles(
             (weights.down, block.ffn_size),
         )
     ]
-    least = min(tile.lanes for tile in tiles)
-    up, down = (tile._replace(lanes=least) for tile in tiles)
+    size = min(tile.lanes for tile in tiles)
+    if fits_experts_chunk(weights.gate_up) and fits_experts_chunk(weights.down):
+        size = counted_block(lanes, block.router.top_k, block.experts)
+    up, down = (tile._replace(lanes=size) for tile in tiles)
     return up, down
 
 

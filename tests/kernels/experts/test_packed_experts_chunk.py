@@ -23,6 +23,7 @@ from launches.packed_experts import Case, slice_experts
 from launches.quantised import COMMON, FORMATS
 
 CHUNK = importlib.import_module("graphengine.kernels.experts.packed.packed_chunk")
+GATHERED = importlib.import_module("graphengine.kernels.experts.prefill.gathered")
 PACKED = importlib.import_module("graphengine.kernels.linear.prefill.packed_chunk")
 LAUNCHES = importlib.import_module("graphengine.kernels.experts.launches")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
@@ -59,7 +60,7 @@ def run(
         CHUNK.launch_chunk(product, out, activation)
         return
     ops: list[Any] = []
-    with launches_handed_to(ops.append, CHUNK):
+    with launches_handed_to(ops.append, CHUNK, GATHERED):
         CHUNK.launch_chunk(product, out, activation)
     gather, multiply = ops
     emulation.run_launch(gather)

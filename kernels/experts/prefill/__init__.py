@@ -1,0 +1,1 @@
+"""Products of experts with the tokens of a prompt, on Hopper."""
