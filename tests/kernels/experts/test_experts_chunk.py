@@ -5,10 +5,12 @@ emulation, and natively.
 from __future__ import annotations
 
 import importlib
+import json
 from typing import Any
 
 import pytest
 import torch
+from gpus.expert_chunk_times import main
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
@@ -284,3 +286,10 @@ def test_a_gpu_gives_the_same_bits_in_blocks_of_every_size() -> None:
             for groups in (1, 2)
         )
         assert all(torch.equal(first, other) for other in others)
+
+
+@compiles
+def test_the_script_that_measures_it_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--shape", "tiny", "--tokens", "9", "--device", "cpu"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 6 and not any("error" in line for line in lines)
