@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, sync_threads
-from graphengine.kernels.linear.gluon.packed_chunk_gluon import REGISTERS
+from graphengine.kernels.linear.gluon.packed_chunk_gluon import workers
 from graphengine.kernels.norm_rope.activation import gated, squared
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -96,6 +96,7 @@ def experts_chunk_kernel(
     brought = (rings, blocks_ptr, inputs, weights)
     rows = (rings, y, blocks_ptr, order_ptr, bias_ptr, out_ptr)
     # This is one warp group. The other warps begin after a barrier, which follows the wait.
+    warps: gl.constexpr = workers(WARP_GROUPS)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
@@ -103,8 +104,8 @@ def experts_chunk_kernel(
                 (_multiply_rows, (rows, gl.constexpr(1), cut)),
                 (_bring_tiles, (brought, cut)),
             ],
-            [4, 1],
-            REGISTERS,
+            warps[0],
+            warps[1],
         )
     else:
         gl.warp_specialize(
@@ -112,8 +113,8 @@ def experts_chunk_kernel(
                 (_multiply_rows, (rows, gl.constexpr(0), cut)),
                 (_bring_tiles, (brought, cut)),
             ],
-            [1],
-            [REGISTERS[1]],
+            warps[0],
+            warps[1],
         )
 
 
