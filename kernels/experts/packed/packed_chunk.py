@@ -29,8 +29,8 @@ from graphengine.kernels.linear.prefill.packed_chunk import (
     chunk_options,
 )
 
-BLOCK_PAIRS = (64, 128)
-"""Pairs of a tile. More would not fit registers where sums are scaled by groups."""
+# Pairs of a tile. More would not fit registers where sums are scaled by groups.
+_BLOCK_PAIRS = (64, 128)
 # The pairs that are loaded at a time, and the least that are multiplied.
 _BOX_PAIRS = 32
 
@@ -46,7 +46,7 @@ def takes_chunk(product: PairProduct, activation: ActivationArgs) -> bool:
         and use_wgmma(x)
         and activation.squares_TN is None
         and grouping is not None
-        and grouping.size <= BLOCK_PAIRS[-1]
+        and grouping.size <= _BLOCK_PAIRS[-1]
     )
 
 
@@ -91,10 +91,10 @@ def launch_chunk(
 
 def tile_of(form: ChunkForm, bits: int, size: int) -> ChunkTile:
     """The tile for blocks of this many pairs, of a weight of 4 or 8 bits; it affects speed only."""
-    lanes = next(lanes for lanes in BLOCK_PAIRS if lanes >= size)
+    lanes = next(lanes for lanes in _BLOCK_PAIRS if lanes >= size)
     # Where registers allow it a third warp group hides the others' waits.
     scaled = form.group > 0 and not form.folded
-    warp_groups = 3 if bits == 4 and (lanes == BLOCK_PAIRS[0] or not scaled) else 2
-    units = 4 if bits == 8 and lanes == BLOCK_PAIRS[0] else 2
+    warp_groups = 3 if bits == 4 and (lanes == _BLOCK_PAIRS[0] or not scaled) else 2
+    units = 4 if bits == 8 and lanes == _BLOCK_PAIRS[0] else 2
     depth = max(1, units // form.units) if form.width == UNIT else 1
     return ChunkTile(lanes, warp_groups, depth)

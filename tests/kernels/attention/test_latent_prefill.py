@@ -173,7 +173,10 @@ def test_packed_chunks_have_the_bits_of_launches_of_their_own(
                 assert bool((mine == SENTINEL).all())
             elif chunk.tokens:
                 assert torch.equal(prompts.attend([chunk], packed=False), mine), f"{chunk}"
-                assert torch.equal(prompts.attend([chunk], padded=5)[: chunk.tokens], mine)
+                for packed in (False, True):
+                    found = prompts.attend([chunk], padded=5, packed=packed)
+                    assert torch.equal(found[: chunk.tokens], mine)
+                    assert bool((found[chunk.tokens :] == SENTINEL).all())
         assert bool((together[first:] == SENTINEL).all())
 
 

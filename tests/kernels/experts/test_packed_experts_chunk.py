@@ -133,6 +133,29 @@ def test_bits_are_the_same_in_blocks_of_every_size(name: str) -> None:
 
 
 @compiles
+def test_blocks_take_as_many_boxes_as_their_pairs_need(
+    assert_products_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program's blocks of 3 boxes of pairs, which are multiplied as 4, of 1 and of 2; stages
+    are used again.
+    """
+    monkeypatch.setattr(CHUNK, "processors_of", lambda tensor: 1)
+    chosen = [0] * 71 + [1] * 12 + [2] * 33
+    routed = {lane: [expert] for lane, expert in enumerate(chosen)}
+    case = Case("mxfp4", BF16, lanes=len(chosen), hidden=136, ffn=8, top_k=1, routed=routed)
+    found = outputs(case, 128)
+    assert_products_close(found, expected(case), BF16)
+    assert torch.equal(outputs(case.take(70), 16)[0], found[69]), "the second lane is padded"
+
+
+@compiles
+def test_inputs_of_one_group_of_columns_are_put_in_order(assert_products_close: Any) -> None:
+    """Fewer columns than the 16 that are put in order together."""
+    case = Case("e4m3", BF16, lanes=3, hidden=8, ffn=24)
+    assert_products_close(outputs(case, 16), expected(case), BF16)
+
+
+@compiles
 def test_experts_of_other_ranks_are_left_out(assert_products_close: Any) -> None:
     case, held = Case("mxfp4", BF16, lanes=12, hidden=96, ffn=40), range(1, 3)
     gate_up = slice_experts(case.gate_up, held)

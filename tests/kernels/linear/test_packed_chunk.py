@@ -156,7 +156,7 @@ def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile(name):
 
 
 @compiles
-@pytest.mark.parametrize("byte", [40, 100, 159, 160])
+@pytest.mark.parametrize("byte", [40, 100, 159, 160, 161, 253])
 def test_powers_of_two_scale_codes_exactly_up_to_2_to_the_32(byte):
     """Larger ones become infinite, not a wrong number."""
     quantised = random_quantised("mxfp4", 16, 64)
