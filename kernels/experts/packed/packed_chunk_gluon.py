@@ -61,9 +61,11 @@ def packed_experts_chunk_kernel(
     """Programs take tiles of rows alternately, all tiles of a block of pairs before the next, so
     that running programs share inputs, and blocks of one expert its weights.
 
-    BLOCKS blocks of at most L pairs, of which those of the first EXPERTS experts are multiplied. Of
-    a block with fewer pairs only so many boxes of `inputs` are loaded, and so many multiplied, as a
-    power of two. The other constants are as in `packed_chunk_kernel` and `product_kernel`.
+    BLOCKS blocks of at most L pairs, of which those of the first EXPERTS experts are multiplied. A
+    block with fewer pairs loads only the boxes of `inputs` that hold them, and multiplies as many,
+    rounded up to a power of two: lanes past the loaded boxes have inputs of an earlier step, and
+    their sums are not stored. The other constants are as in `packed_chunk_kernel` and
+    `product_kernel`.
     """
     PIECES: gl.constexpr = _UNIT // inputs.block_shape[1]
     ROWS: gl.constexpr = 32 if SWIGLU else 64
@@ -172,11 +174,11 @@ def _multiply_pairs(
     form: gl.constexpr,
     cut: gl.constexpr,
 ):
-    """Multiply and store 64 rows of a tile of at most L pairs; returns how many steps there were
-    then.
+    """Multiply and store 64 rows of a tile of at most L pairs; returns how many steps there have
+    been.
 
     `place` has the expert, the rows' first block, where the order of the pairs begins, and how many
-    pairs there are. What the outputs need is loaded before the products, as long as memory takes.
+    pairs there are. What the outputs need is loaded before the products, which hide its latency.
     """
     rings, y, _, _, factors, out_ptr = rows
     needed = _load_outputs(factors, place, L, form, cut)

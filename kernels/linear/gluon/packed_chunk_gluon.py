@@ -2,9 +2,9 @@
 
 The weight is the left operand of `wgmma` and comes from registers, where codes become halves; lanes
 are the right one and come from shared memory. A separate warp has the tensor memory accelerator
-(TMA) load codes and inputs some steps ahead, across tiles as well; one or two warp groups have 64
-rows each. While `wgmma` multiplies 64 columns, a warp group converts the next 64. Source:
-Marlin (E. Frantar et al., 2024) and CUTLASS's mixed-input products.
+(TMA) load codes and inputs some steps ahead, across tiles as well; one or two warp groups, for
+experts up to three, have 64 rows each. While `wgmma` multiplies 64 columns of a step, a warp group
+converts its next 64. Source: Marlin (E. Frantar et al., 2024) and CUTLASS's mixed-input products.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, S steps in shared memory.
 """
@@ -119,6 +119,7 @@ def packed_chunk_kernel(
     # Sums of a step that are scaled before they are added; each is of PART units, or of a piece of
     # one unit.
     SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
+    # The last one is OWN of `unit_halves`: here the columns of inputs are in order.
     form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART, SUMS, False)
     # This is one warp group. The other warps begin after a barrier, which follows the wait.
     warps: gl.constexpr = workers(WARP_GROUPS)
@@ -248,12 +249,12 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
 def multiply_tile(
     rings, factors, blocks, count, L: gl.constexpr, WHICH: gl.constexpr, form: gl.constexpr
 ):
-    """Multiply 64 rows of a tile with its first L lanes; returns the sums [64, L], and the steps
-    that there were then.
+    """Multiply 64 rows of a tile with its first L lanes; returns the sums [64, L], and how many
+    steps there have been.
 
     `blocks` are the first block of the weight, and the rows' first one, counted from that; `count`
-    steps came before. `form` is as in `packed_chunk_kernel`. Scales are loaded two steps ahead, as
-    long as memory takes.
+    steps came before. `form` is as in `packed_chunk_kernel`. Scales are loaded two steps ahead, to
+    hide the latency of memory.
     """
     x, _, there, free = rings
     K: gl.constexpr = form[1]
@@ -393,7 +394,7 @@ def _load_groups(factors, blocks, column, form: gl.constexpr):
 def _convert(
     rings,
     stage,
-    UNIT: gl.constexpr,
+    INDEX: gl.constexpr,
     WHICH: gl.constexpr,
     groups,
     product: gl.constexpr,
@@ -411,13 +412,13 @@ def _convert(
     SPAN: gl.constexpr = min(GROUP, _UNIT) if GROUP else _UNIT
     ZEROS: gl.constexpr = factors.zeros is not None
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
-    own = words.index((stage * DEPTH + UNIT) * WARP_GROUPS + WHICH)
+    own = words.index((stage * DEPTH + INDEX) * WARP_GROUPS + WHICH)
     RAW: gl.constexpr = is_raw(CODE, x.dtype, FOLD)
     halves = unit_halves(own, x, CODE, SPAN, ZEROS, form[11], RAW)
     if ZEROS:
-        halves = without_zeros(halves, groups[UNIT // PART][1], CODE)
+        halves = without_zeros(halves, groups[INDEX // PART][1], CODE)
     if FOLD:
-        halves = scaled_halves(halves, groups[UNIT // PART][0], RAW)
+        halves = scaled_halves(halves, groups[INDEX // PART][0], RAW)
     found = ()
     if FOLD or SPAN == _UNIT:
         halves = halves.reshape([64, _UNIT])

@@ -29,7 +29,7 @@ class Tile:
     """The tile that a program multiplies at a time; it does not affect the numerics.
 
     lanes        a power of two from 16 to 256
-    warp_groups  1 or 2, of 64 rows each
+    warp_groups  of 64 rows each: 1 or 2, and 2 or 3 for packed experts
     """
 
     lanes: int
