@@ -40,6 +40,9 @@ POWER_FACTOR = 0.5
 2 ** (b - 126), which is a normal number for every `b` up to 253.
 """
 BLOCK_HALFWORDS = 256
+# The largest byte of a scale that is a power of two: prefill multiplies a code, whose field begins
+# at bfloat16's least exponent, by 2 ** 94 times the scale in one product (`scaled_halves`).
+_LARGEST_POWER = 127 + 32
 # Fewest columns that share a scale.
 _LEAST_GROUP = 16
 # Rows of a weight that are laid out at a time: with one code a byte they take twice the memory.
@@ -237,8 +240,9 @@ def pack(weight: QuantisedWeight, *, swiglu: bool = False) -> PackedWeight:
     """
     M, kind = weight.shape[0], weight.format
     _check(kind, M, swiglu)
-    if weight.scales.dtype == torch.uint8 and int(weight.scales.max()) > 253:
-        raise ValueError(f"a scale of 2 ** {int(weight.scales.max()) - 127} exceeds 2 ** 126")
+    if weight.scales.dtype == torch.uint8 and int(weight.scales.max()) > _LARGEST_POWER:
+        found, most = int(weight.scales.max()) - 127, _LARGEST_POWER - 127
+        raise ValueError(f"a scale of 2 ** {found} exceeds 2 ** {most}")
     rows = packed_rows(M, swiglu, weight.codes.device)
     codes = [
         _blocks(unpacked_codes(weight._replace(codes=weight.codes[part])), kind)

@@ -254,13 +254,12 @@ def scaled_halves(halves, scales, RAW: gl.constexpr):
     """Multiply halves [64, G, group] by the values of scales [64, G], where that is exact.
 
     Scales that are powers of two are doubled, as in `scale_floats`. RAW halves are 2**126 times too
-    small, and come out 2**RAW_SHIFT times too small; then scales above 2**32 become infinite.
+    small, and come out 2**RAW_SHIFT times too small; `pack` refuses scales for which that would
+    overflow.
     """
     dtype = halves.dtype
     if scales.dtype == gl.uint8:
         exponent = scales.to(gl.int32) + (127 - RAW_SHIFT if RAW else 1)
-        if RAW:
-            exponent = gl.minimum(exponent, 255)
         factor = (exponent << 7).to(gl.int16).to(dtype, bitcast=True)
     elif RAW:
         factor = (scales.to(gl.float32) * _RAW_FACTOR).to(dtype)

@@ -104,7 +104,7 @@ def packed_chunk_kernel(
     PIECES: gl.constexpr = _UNIT // inputs.block_shape[1]
     R: gl.constexpr = 4 * WARP_GROUPS
     ROWS: gl.constexpr = 32 if SWIGLU or SPLIT_ROWS else 64
-    gl.static_assert(codes.block_shape[0] == 4 and STAGES > 2)
+    gl.static_assert(codes.block_shape[0] == 4 and STAGES > 2 and WARP_GROUPS < 3)
     y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, ROWS], inputs.dtype)
     rings = new_rings(inputs, codes, L, WARP_GROUPS, DEPTH, STAGES)
     y = gl.allocate_shared_memory(inputs.dtype, [WARP_GROUPS, L, ROWS], y_layout)

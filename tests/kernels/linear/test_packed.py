@@ -162,10 +162,10 @@ def test_other_groups_are_refused(code, columns, message):
         pack(weight)
 
 
-def test_a_scale_that_float32_hardly_has_is_refused():
+def test_a_scale_that_would_overflow_in_prefill_is_refused():
     weight = random_quantised("mxfp4", 4, 64)
-    weight.scales[0, 1] = 254
-    with pytest.raises(ValueError, match=r"a scale of 2 \*\* 127 exceeds 2 \*\* 126"):
+    weight.scales[0, 1] = 160
+    with pytest.raises(ValueError, match=r"a scale of 2 \*\* 33 exceeds 2 \*\* 32"):
         pack(weight)
 
 

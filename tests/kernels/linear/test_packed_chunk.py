@@ -156,19 +156,16 @@ def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile(name):
 
 
 @compiles
-@pytest.mark.parametrize("byte", [40, 100, 159, 160, 161, 253])
-def test_powers_of_two_scale_codes_exactly_up_to_2_to_the_32(byte):
-    """Larger ones become infinite, not a wrong number."""
+@pytest.mark.parametrize("byte", [40, 100, 159])
+def test_powers_of_two_scale_codes_exactly(byte):
+    """Up to the largest one that a weight may have."""
     quantised = random_quantised("mxfp4", 16, 64)
     quantised = quantised._replace(scales=torch.full_like(quantised.scales, byte))
     x = torch.eye(64, dtype=BF16)
     found = product_of(x, pack(quantised), tile=ChunkTile(64))
     exact = dequantise(quantised).t()
-    if byte > 159:
-        assert not torch.isfinite(found).any()
-    else:
-        # Below 2**-94 sums end in zero.
-        assert torch.equal(found.float(), exact.where(exact.abs() >= 2.0**-94, found.float()))
+    # Below 2**-94 sums end in zero.
+    assert torch.equal(found.float(), exact.where(exact.abs() >= 2.0**-94, found.float()))
 
 
 # The kernel of decode, of other GPUs.
