@@ -9,6 +9,8 @@ Letters: E experts, P pairs, L pairs of a tile, K input features, M weight rows 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -18,6 +20,7 @@ from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import (
     bring_tile,
+    form_of,
     multiply_tile,
     new_rings,
     product_layout,
@@ -31,6 +34,27 @@ _gated = gluon.jit(gated.fn)
 _squared = gluon.jit(squared.fn)
 
 _UNIT = gl.constexpr(UNIT)
+
+
+class _Cut(NamedTuple):
+    """How the pairs are cut, and the activation.
+
+    blocks   blocks of pairs at most
+    experts  those whose blocks are multiplied: the first ones
+    limit    and `slope`: as in `product_kernel`
+    box      pairs that are loaded at a time, and the least that are multiplied
+    """
+
+    blocks: int
+    experts: int
+    limit: float
+    slope: float
+    box: int
+
+
+@gluon.constexpr_function
+def _cut_of(*values):
+    return _Cut(*values)
 
 
 @gluon.jit
@@ -76,13 +100,8 @@ def packed_experts_chunk_kernel(
     fence_async_shared()
     _wait_for_inputs(PDL, True)
 
-    # Blocks of 16 rows of an expert's weight.
-    HELD_ROWS: gl.constexpr = (M // 2 + 7) // 8 if SWIGLU else (M + 15) // 16
-    SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
-    form: gl.constexpr = (
-        M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, HELD_ROWS, DEPTH, PART, SUMS, True,
-    )  # fmt: skip
-    cut: gl.constexpr = (BLOCKS, EXPERTS, HELD_ROWS, LIMIT, SLOPE, inputs.block_shape[0])
+    form: gl.constexpr = form_of(M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, DEPTH, PART, PIECES, True)
+    cut: gl.constexpr = _cut_of(BLOCKS, EXPERTS, LIMIT, SLOPE, inputs.block_shape[0])
     brought = (rings, blocks_ptr, inputs, codes)
     rows = (rings, y, blocks_ptr, order_ptr, factors, out_ptr)
     warps: gl.constexpr = workers(WARP_GROUPS)
@@ -113,9 +132,9 @@ def packed_experts_chunk_kernel(
 def _bring_tiles(brought, R: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
     """In one warp, load the codes and inputs of each step as soon as there is room for them."""
     rings, blocks_ptr, inputs, codes = brought
-    BLOCKS: gl.constexpr = cut[0]
-    EXPERTS: gl.constexpr = cut[1]
-    HELD_ROWS: gl.constexpr = cut[2]
+    BLOCKS: gl.constexpr = cut.blocks
+    EXPERTS: gl.constexpr = cut.experts
+    HELD_ROWS: gl.constexpr = form.blocks
     ROW_TILES: gl.constexpr = (HELD_ROWS + R - 1) // R
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
@@ -125,7 +144,7 @@ def _bring_tiles(brought, R: gl.constexpr, form: gl.constexpr, cut: gl.constexpr
             pairs = gl.load(blocks_ptr + 2 * BLOCKS + tile // ROW_TILES)
             boxes = (pairs + inputs.block_shape[0] - 1) // inputs.block_shape[0]
             place = (first, boxes, expert * HELD_ROWS + tile % ROW_TILES * R)
-            count = bring_tile(rings, inputs, codes, place, count, form[1], form[8])
+            count = bring_tile(rings, inputs, codes, place, count, form.K, form.depth)
 
 
 @gluon.constexpr_function
@@ -138,10 +157,10 @@ def _doublings(least, most):
 def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
     """In one warp group, multiply and store its 64 rows of each of the program's tiles."""
     rings, y, blocks_ptr, order_ptr, _, _ = rows
-    BLOCKS: gl.constexpr = cut[0]
-    EXPERTS: gl.constexpr = cut[1]
-    HELD_ROWS: gl.constexpr = cut[2]
-    BOX: gl.constexpr = cut[5]
+    BLOCKS: gl.constexpr = cut.blocks
+    EXPERTS: gl.constexpr = cut.experts
+    HELD_ROWS: gl.constexpr = form.blocks
+    BOX: gl.constexpr = cut.box
     DOUBLINGS: gl.constexpr = _doublings(BOX, rings[0].shape[1])
     R: gl.constexpr = 4 * y.shape[0]
     ROW_TILES: gl.constexpr = (HELD_ROWS + R - 1) // R
@@ -181,8 +200,8 @@ def _multiply_pairs(
     pairs there are. What the outputs need is loaded before the products, which hide its latency.
     """
     rings, y, _, _, factors, out_ptr = rows
-    needed = _load_outputs(factors, place, L, form, cut)
-    blocks = (place[0] * cut[2], place[1])
+    needed = _load_outputs(factors, place, L, form)
+    blocks = (place[0] * form.blocks, place[1])
     total, count = multiply_tile(rings, factors, blocks, count, L, WHICH, form)
     y = y.index(WHICH).slice(0, L)
     _store_pairs(total, needed, y, factors, out_ptr, place, form, cut)
@@ -196,12 +215,12 @@ def _stored_layout(rows):
 
 
 @gluon.jit
-def _load_outputs(factors, place, L: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
+def _load_outputs(factors, place, L: gl.constexpr, form: gl.constexpr):
     """Load the pair of each lane [L], then the factors and the biases of rows [64], if any."""
     expert, first_block, order_ptrs, pairs = place
-    M: gl.constexpr = form[0]
-    ROWS: gl.constexpr = form[6]
-    HELD_ROWS: gl.constexpr = cut[2]
+    M: gl.constexpr = form.M
+    ROWS: gl.constexpr = form.rows
+    HELD_ROWS: gl.constexpr = form.blocks
     lane = gl.arange(0, L, gl.SliceLayout(1, _stored_layout(ROWS)))
     needed = (gl.load(order_ptrs + lane, mask=lane < pairs, other=0),)
     row = gl.arange(0, 64, gl.SliceLayout(1, product_layout(L)))
@@ -224,10 +243,10 @@ def _load_outputs(factors, place, L: gl.constexpr, form: gl.constexpr, cut: gl.c
 def _store_pairs(total, needed, y, factors, out_ptr, place, form: gl.constexpr, cut: gl.constexpr):
     """Store the outputs of sums [64, L]: times the factors of rows, plus the bias, activated."""
     _, first_block, _, pairs = place
-    M: gl.constexpr = form[0]
-    ROWS: gl.constexpr = form[6]
-    LIMIT: gl.constexpr = cut[3]
-    SLOPE: gl.constexpr = cut[4]
+    M: gl.constexpr = form.M
+    ROWS: gl.constexpr = form.rows
+    LIMIT: gl.constexpr = cut.limit
+    SLOPE: gl.constexpr = cut.slope
     L: gl.constexpr = total.shape[1]
     OUTPUTS: gl.constexpr = M // 2 if ROWS == 32 else M
     if factors.row_scales is not None:

@@ -57,6 +57,45 @@ class Factors(NamedTuple):
     delta: torch.Tensor | None = None
 
 
+class Form(NamedTuple):
+    """How the rows of a tile are multiplied; `linear.prefill.packed_chunk.ChunkForm` has the terms.
+
+    M, K    sizes of the weight
+    code    name of its codes
+    group   columns that share a scale; 0: all of them
+    folded  scales multiply the halves instead of sums
+    swiglu  the `gate_code` where gate and up make one output, else 0
+    rows    outputs of a warp group: 64 adjacent ones, or 32 with as many ups
+    blocks  blocks of 16 rows of the weight, or of an expert's
+    depth   units of 64 columns of a step
+    part    units whose sum is scaled
+    sums    sums of a step that are scaled before they are added, each of `part` units or of a piece
+            of one; 0: none
+    own     columns come in the order in which a thread has its own codes (`unit_halves`)
+    """
+
+    M: int
+    K: int
+    code: str
+    group: int
+    folded: bool
+    swiglu: int
+    rows: int
+    blocks: int
+    depth: int
+    part: int
+    sums: int
+    own: bool
+
+
+@gluon.constexpr_function
+def form_of(M, K, code, group, folded, swiglu, rows, depth, part, pieces, own):
+    """The `Form` of a kernel whose inputs are loaded in this many pieces of a unit."""
+    blocks = (M // 2 + 7) // 8 if rows == 32 else (M + 15) // 16
+    sums = depth // part * pieces if group > 0 and not folded else 0
+    return Form(M, K, code, group, folded, swiglu, rows, blocks, depth, part, sums, own)
+
+
 @gluon.constexpr_function
 def workers(warp_groups):
     """Warps of each worker beside the first warp group, and registers of their threads, which share
@@ -111,16 +150,11 @@ def packed_chunk_kernel(
     fence_async_shared()
     _wait_for_inputs(PDL, True)
 
-    BLOCKS: gl.constexpr = (M // 2 + 7) // 8 if ROWS == 32 else (M + 15) // 16
+    form: gl.constexpr = form_of(M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, DEPTH, PART, PIECES, False)
     lane_tiles = (lanes + L - 1) // L
-    tiles = ((BLOCKS + R - 1) // R * lane_tiles, lane_tiles)
+    tiles = ((form.blocks + R - 1) // R * lane_tiles, lane_tiles)
     rows = (rings, y, tiles, factors, out_ptr, lanes, out_stride)
     brought = (rings, tiles, inputs, codes)
-    # Sums of a step that are scaled before they are added; each is of PART units, or of a piece of
-    # one unit.
-    SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
-    # The last one is OWN of `unit_halves`: here the columns of inputs are in order.
-    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART, SUMS, False)
     # This is one warp group. The other warps begin after a barrier, which follows the wait.
     warps: gl.constexpr = workers(WARP_GROUPS)
     if WARP_GROUPS == 2:
@@ -241,7 +275,7 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
         first_block = tile // lane_tiles * R + WHICH * 4
         total, count = multiply_tile(rings, factors, (0, first_block), count, L, WHICH, form)
         place = (lanes, tile % lane_tiles * L, first_block)
-        outputs: gl.constexpr = (form[0], form[5], form[6], form[7])
+        outputs: gl.constexpr = (form.M, form.swiglu, form.rows, form.blocks)
         store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
 
 
@@ -257,13 +291,13 @@ def multiply_tile(
     hide the latency of memory.
     """
     x, _, there, free = rings
-    K: gl.constexpr = form[1]
-    DEPTH: gl.constexpr = form[8]
-    PART: gl.constexpr = form[9]
+    K: gl.constexpr = form.K
+    DEPTH: gl.constexpr = form.depth
+    PART: gl.constexpr = form.part
     STAGES: gl.constexpr = there.shape[0]
     COLUMNS: gl.constexpr = DEPTH * _UNIT
     STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    SUMS: gl.constexpr = DEPTH // PART if form[10] > 0 else 0
+    SUMS: gl.constexpr = DEPTH // PART if form.sums > 0 else 0
     total = gl.zeros([64, L], gl.float32, product_layout(L))
     groups = _load_groups(factors, blocks, 0, form)
     next_groups = _load_groups(factors, blocks, COLUMNS, form)
@@ -287,7 +321,7 @@ def multiply_tile(
         groups = next_groups
         next_groups = later_groups
         count += 1
-    if is_raw(form[2], x.dtype, form[4]):
+    if is_raw(form.code, x.dtype, form.folded):
         total *= 2.0**RAW_SHIFT
     return total, count
 
@@ -331,7 +365,7 @@ def _add_units(
 @gluon.jit
 def _add_pieces(rings, stage, total, WHICH: gl.constexpr, groups, factors, form: gl.constexpr):
     """Multiply the units of a step in pieces that each have a scale, and add their scaled sums."""
-    DEPTH: gl.constexpr = form[8]
+    DEPTH: gl.constexpr = form.depth
     L: gl.constexpr = total.shape[1]
     product: gl.constexpr = total.type.layout
     PIECES: gl.constexpr = _UNIT // rings[0].shape[2]
@@ -356,7 +390,7 @@ def _add_pieces(rings, stage, total, WHICH: gl.constexpr, groups, factors, form:
 @gluon.jit
 def _inputs(x, stage, PLACE: gl.constexpr, L: gl.constexpr, form: gl.constexpr):
     """The inputs [columns, L] of a step's unit, or of a piece of one."""
-    PLACES: gl.constexpr = form[8] * (_UNIT // x.shape[2])
+    PLACES: gl.constexpr = form.depth * (_UNIT // x.shape[2])
     return x.index(stage * PLACES + PLACE).slice(0, L).permute((1, 0))
 
 
@@ -365,11 +399,11 @@ def _load_groups(factors, blocks, column, form: gl.constexpr):
     """Load a step's scales and zeros from `column` on: [64, G] for every PART units, which share
     those of their first one.
     """
-    K: gl.constexpr = form[1]
-    GROUP: gl.constexpr = form[3]
-    BLOCKS: gl.constexpr = form[7]
-    DEPTH: gl.constexpr = form[8]
-    PART: gl.constexpr = form[9]
+    K: gl.constexpr = form.K
+    GROUP: gl.constexpr = form.group
+    BLOCKS: gl.constexpr = form.blocks
+    DEPTH: gl.constexpr = form.depth
+    PART: gl.constexpr = form.part
     found = ()
     if GROUP > 0:
         SPAN: gl.constexpr = min(GROUP, _UNIT)
@@ -403,18 +437,18 @@ def _convert(
 ):
     """Halves [64, columns] of a unit of a step: one tensor, or one for each piece with a scale."""
     x, words, there, _ = rings
-    CODE: gl.constexpr = form[2]
-    GROUP: gl.constexpr = form[3]
-    FOLD: gl.constexpr = form[4]
-    DEPTH: gl.constexpr = form[8]
-    PART: gl.constexpr = form[9]
+    CODE: gl.constexpr = form.code
+    GROUP: gl.constexpr = form.group
+    FOLD: gl.constexpr = form.folded
+    DEPTH: gl.constexpr = form.depth
+    PART: gl.constexpr = form.part
     WARP_GROUPS: gl.constexpr = words.shape[0] // (there.shape[0] * DEPTH)
     SPAN: gl.constexpr = min(GROUP, _UNIT) if GROUP else _UNIT
     ZEROS: gl.constexpr = factors.zeros is not None
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     own = words.index((stage * DEPTH + INDEX) * WARP_GROUPS + WHICH)
     RAW: gl.constexpr = is_raw(CODE, x.dtype, FOLD)
-    halves = unit_halves(own, x, CODE, SPAN, ZEROS, form[11], RAW)
+    halves = unit_halves(own, x, CODE, SPAN, ZEROS, form.own, RAW)
     if ZEROS:
         halves = without_zeros(halves, groups[INDEX // PART][1], CODE)
     if FOLD:
