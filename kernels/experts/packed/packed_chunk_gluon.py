@@ -16,8 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from graphengine.kernels.core.pdl import wait_for_inputs
-from graphengine.kernels.core.triton_versions import sync_threads
+from graphengine.kernels.experts.prefill.pair_rows import load_block, load_pairs, store_pairs
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
+from graphengine.kernels.linear.gluon.packed_chunk_epilogue import outputs_of_rows
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import (
     bring_tile,
     form_of,
@@ -138,10 +139,8 @@ def _bring_tiles(brought, R: gl.constexpr, form: gl.constexpr, cut: gl.constexpr
     ROW_TILES: gl.constexpr = (HELD_ROWS + R - 1) // R
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
-        expert = gl.load(blocks_ptr + tile // ROW_TILES)
+        expert, first, pairs = load_block(blocks_ptr, tile // ROW_TILES, BLOCKS)
         if (expert >= 0) & (expert < EXPERTS):
-            first = gl.load(blocks_ptr + BLOCKS + tile // ROW_TILES)
-            pairs = gl.load(blocks_ptr + 2 * BLOCKS + tile // ROW_TILES)
             boxes = (pairs + inputs.block_shape[0] - 1) // inputs.block_shape[0]
             place = (first, boxes, expert * HELD_ROWS + tile % ROW_TILES * R)
             count = bring_tile(rings, inputs, codes, place, count, form.K, form.depth)
@@ -166,11 +165,9 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr, cut: gl.conste
     ROW_TILES: gl.constexpr = (HELD_ROWS + R - 1) // R
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
-        expert = gl.load(blocks_ptr + tile // ROW_TILES)
+        expert, first, pairs = load_block(blocks_ptr, tile // ROW_TILES, BLOCKS)
         if (expert >= 0) & (expert < EXPERTS):
-            at = order_ptr + gl.load(blocks_ptr + BLOCKS + tile // ROW_TILES)
-            pairs = gl.load(blocks_ptr + 2 * BLOCKS + tile // ROW_TILES)
-            place = (expert, tile % ROW_TILES * R + WHICH * 4, at, pairs)
+            place = (expert, tile % ROW_TILES * R + WHICH * 4, order_ptr + first, pairs)
             for doubling in gl.static_range(DOUBLINGS):
                 if _fits(pairs, BOX, doubling):
                     count = _multiply_pairs(rows, place, count, BOX << doubling, WHICH, form, cut)
@@ -208,12 +205,6 @@ def _multiply_pairs(
     return count
 
 
-@gluon.constexpr_function
-def _stored_layout(rows):
-    """Layout of outputs [L, rows] on their way to memory."""
-    return gl.BlockedLayout([1, 8], [256 // rows, rows // 8], [4, 1], [1, 0])
-
-
 @gluon.jit
 def _load_outputs(factors, place, L: gl.constexpr, form: gl.constexpr):
     """Load the pair of each lane [L], then the factors and the biases of rows [64], if any."""
@@ -221,20 +212,14 @@ def _load_outputs(factors, place, L: gl.constexpr, form: gl.constexpr):
     M: gl.constexpr = form.M
     ROWS: gl.constexpr = form.rows
     HELD_ROWS: gl.constexpr = form.blocks
-    lane = gl.arange(0, L, gl.SliceLayout(1, _stored_layout(ROWS)))
-    needed = (gl.load(order_ptrs + lane, mask=lane < pairs, other=0),)
+    needed = (load_pairs(order_ptrs, pairs, L, ROWS),)
     row = gl.arange(0, 64, gl.SliceLayout(1, product_layout(L)))
     if factors.row_scales is not None:
         held = first_block * 16 + row
         scales = factors.row_scales + expert * (HELD_ROWS * 16) + held
         needed += (gl.load(scales, mask=held < HELD_ROWS * 16, other=0.0),)  # type: ignore[assignment]
     if factors.bias is not None:
-        output = first_block * 16 + row
-        inside = output < M
-        if ROWS == 32:
-            output = first_block * 8 + row // 16 * 8 + row % 8
-            inside = output < M // 2
-            output += row // 8 % 2 * (M // 2)
+        output, inside = outputs_of_rows(row, first_block, M, ROWS)
         needed += (gl.load(factors.bias + expert * M + output, mask=inside, other=0.0),)  # type: ignore[assignment]
     return needed
 
@@ -260,12 +245,4 @@ def _store_pairs(total, needed, y, factors, out_ptr, place, form: gl.constexpr, 
         values = _squared(total)
     else:
         values = total
-    stored_layout: gl.constexpr = _stored_layout(ROWS)
-    sync_threads()
-    y.store(values.to(y.dtype).permute((1, 0)))
-    sync_threads()
-    lane = gl.arange(0, L, gl.SliceLayout(1, stored_layout))
-    output = first_block * (ROWS // 4) + gl.arange(0, ROWS, gl.SliceLayout(0, stored_layout))
-    stored = (lane < pairs)[:, None] & (output < OUTPUTS)[None, :]
-    at = needed[0].to(gl.int64)[:, None] * OUTPUTS + output[None, :]
-    gl.store(out_ptr + at, y.load(stored_layout), mask=stored)
+    store_pairs(values, y, out_ptr, needed[0], pairs, first_block * (ROWS // 4), OUTPUTS)

@@ -16,6 +16,8 @@ R weight rows of a tile.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, sync_threads
+from graphengine.kernels.experts.prefill.pair_rows import load_block, load_pairs, store_pairs
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import workers
 from graphengine.kernels.norm_rope.activation import gated, squared
 
@@ -43,6 +46,25 @@ COLUMNS = 64
 """Columns of a step."""
 LEAST_WIDTH = 32
 """Least width of a product: narrower ones are bound by shared memory, and take as long."""
+
+
+class _Cut(NamedTuple):
+    """Constants of the kernel, as in `experts_chunk_kernel`."""
+
+    M: int
+    K: int
+    swiglu: bool
+    limit: float
+    slope: float
+    blocks: int
+    experts: int
+    lanes: int
+
+
+@gluon.constexpr_function
+def _cut_of(*values):
+    return _Cut(*values)
+
 
 _GROUP_ROWS = gl.constexpr(GROUP_ROWS)
 _BOX_ROWS = gl.constexpr(BOX_ROWS)
@@ -92,7 +114,7 @@ def experts_chunk_kernel(
     _wait_for_inputs(PDL, True)
 
     rings = (x, w, there, free)
-    cut: gl.constexpr = (M, K, SWIGLU, LIMIT, SLOPE, BLOCKS, EXPERTS, L)
+    cut: gl.constexpr = _cut_of(M, K, SWIGLU, LIMIT, SLOPE, BLOCKS, EXPERTS, L)
     brought = (rings, blocks_ptr, inputs, weights)
     rows = (rings, y, blocks_ptr, order_ptr, bias_ptr, out_ptr)
     # This is one warp group. The other warps begin after a barrier, which follows the wait.
@@ -121,13 +143,13 @@ def experts_chunk_kernel(
 @gluon.constexpr_function
 def _outputs(cut):
     """Outputs of an expert."""
-    return cut[0] // 2 if cut[2] else cut[0]
+    return cut.M // 2 if cut.swiglu else cut.M
 
 
 @gluon.constexpr_function
 def _tile_outputs(rows, cut):
     """Outputs of this many weight rows of a tile."""
-    return rows // 2 if cut[2] else rows
+    return rows // 2 if cut.swiglu else rows
 
 
 @gluon.constexpr_function
@@ -137,27 +159,18 @@ def _row_tiles(rows, cut):
 
 
 @gluon.jit
-def _load_block(blocks_ptr, block, BLOCKS: gl.constexpr):
-    """A block's expert, its first place in the order of pairs, and how many pairs it has."""
-    expert = gl.load(blocks_ptr + block)
-    first = gl.load(blocks_ptr + BLOCKS + block)
-    pairs = gl.load(blocks_ptr + 2 * BLOCKS + block)
-    return expert, first, pairs
-
-
-@gluon.jit
 def _bring_tiles(brought, cut: gl.constexpr):
     """In one warp, load the weights and inputs of each step as soon as there is room for them."""
     rings, blocks_ptr, inputs, weights = brought
-    M: gl.constexpr = cut[0]
-    BLOCKS: gl.constexpr = cut[5]
-    EXPERTS: gl.constexpr = cut[6]
-    L: gl.constexpr = cut[7]
+    M: gl.constexpr = cut.M
+    BLOCKS: gl.constexpr = cut.blocks
+    EXPERTS: gl.constexpr = cut.experts
+    L: gl.constexpr = cut.lanes
     R: gl.constexpr = rings[1].shape[1]
     ROW_TILES: gl.constexpr = _row_tiles(R, cut)
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
-        expert, first, pairs = _load_block(blocks_ptr, tile // ROW_TILES, BLOCKS)
+        expert, first, pairs = load_block(blocks_ptr, tile // ROW_TILES, BLOCKS)
         if (expert >= 0) & (expert < EXPERTS):
             row = expert * M + tile % ROW_TILES * _tile_outputs(R, cut)
             count = _bring_pairs(rings, inputs, weights, (first, row, pairs), count, cut, L)
@@ -193,8 +206,8 @@ def _bring_steps(rings, inputs, weights, place, count, cut: gl.constexpr, ROWS: 
     BLOCK_K: gl.constexpr = inputs.block_shape[1]
     R: gl.constexpr = w.shape[1]
     STAGES: gl.constexpr = there.shape[0]
-    SWIGLU: gl.constexpr = cut[2]
-    for step in range((cut[1] + BLOCK_K - 1) // BLOCK_K):
+    SWIGLU: gl.constexpr = cut.swiglu
+    for step in range((cut.K + BLOCK_K - 1) // BLOCK_K):
         stage = count % STAGES
         # The first use of a stage does not wait: the phase before a barrier's first counts as
         # complete.
@@ -205,7 +218,7 @@ def _bring_steps(rings, inputs, weights, place, count, cut: gl.constexpr, ROWS: 
         for box in gl.static_range(R // _BOX_ROWS):
             at = row + box * _BOX_ROWS
             if SWIGLU:
-                at = row + box // 2 * _BOX_ROWS + box % 2 * (cut[0] // 2)
+                at = row + box // 2 * _BOX_ROWS + box % 2 * (cut.M // 2)
             load_tile(weights, [at, k], barrier, w.index(stage).slice(box * _BOX_ROWS, _BOX_ROWS))
         for box in gl.static_range(ROWS // BOX):
             load_tile(inputs, [first + box * BOX, k], barrier, x.index(stage).slice(box * BOX, BOX))
@@ -217,14 +230,14 @@ def _bring_steps(rings, inputs, weights, place, count, cut: gl.constexpr, ROWS: 
 def _multiply_rows(rows, WHICH: gl.constexpr, cut: gl.constexpr):
     """In one warp group, multiply and store its rows of each of the program's tiles."""
     rings, _, blocks_ptr, _, _, _ = rows
-    BLOCKS: gl.constexpr = cut[5]
-    EXPERTS: gl.constexpr = cut[6]
-    L: gl.constexpr = cut[7]
+    BLOCKS: gl.constexpr = cut.blocks
+    EXPERTS: gl.constexpr = cut.experts
+    L: gl.constexpr = cut.lanes
     R: gl.constexpr = rings[1].shape[1]
     ROW_TILES: gl.constexpr = _row_tiles(R, cut)
     count = 0
     for tile in range(gl.program_id(0), BLOCKS * ROW_TILES, gl.num_programs(0)):
-        expert, first, pairs = _load_block(blocks_ptr, tile // ROW_TILES, BLOCKS)
+        expert, first, pairs = load_block(blocks_ptr, tile // ROW_TILES, BLOCKS)
         if (expert >= 0) & (expert < EXPERTS):
             output = tile % ROW_TILES * _tile_outputs(R, cut)
             output += WHICH * _tile_outputs(_GROUP_ROWS, cut)
@@ -268,7 +281,7 @@ def _multiply_steps(rings, count, WHICH: gl.constexpr, cut: gl.constexpr, N: gl.
     STAGES: gl.constexpr = there.shape[0]
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     sums = gl.zeros([_GROUP_ROWS, N], gl.float32, product)
-    for step in range((cut[1] + BLOCK_K - 1) // BLOCK_K):
+    for step in range((cut.K + BLOCK_K - 1) // BLOCK_K):
         stage = count % STAGES
         mbarrier.wait(there.index(stage), count // STAGES & 1)
         left = w.index(stage).slice(WHICH * _GROUP_ROWS, _GROUP_ROWS)
@@ -294,10 +307,10 @@ def _store_block(sums, y, bias_ptr, order_ptr, out_ptr, place, cut: gl.constexpr
            many pairs there are
     """
     expert, first_output, first, pairs = place
-    M: gl.constexpr = cut[0]
-    SWIGLU: gl.constexpr = cut[2]
-    LIMIT: gl.constexpr = cut[3]
-    SLOPE: gl.constexpr = cut[4]
+    M: gl.constexpr = cut.M
+    SWIGLU: gl.constexpr = cut.swiglu
+    LIMIT: gl.constexpr = cut.limit
+    SLOPE: gl.constexpr = cut.slope
     N: gl.constexpr = sums.shape[1]
     OUTPUTS: gl.constexpr = _outputs(cut)
     if bias_ptr is not None:
@@ -308,28 +321,12 @@ def _store_block(sums, y, bias_ptr, order_ptr, out_ptr, place, cut: gl.constexpr
         sums = sums + bias.to(gl.float32)[:, None]
     halves = sums.reshape([2, _BOX_ROWS, N]).permute((1, 2, 0))
     low, high = gl.split(halves)
-    pairs_of = (order_ptr + first, pairs)
+    pair = load_pairs(order_ptr + first, pairs, N, _BOX_ROWS)
     if SWIGLU:
         values = _gated(low, high, LIMIT, SLOPE)
-        _store_rows(values, y, out_ptr, pairs_of, first_output, OUTPUTS)
+        store_pairs(values, y, out_ptr, pair, pairs, first_output, OUTPUTS)
     else:
         if LIMIT < 0:
             low, high = _squared(low), _squared(high)
-        _store_rows(low, y, out_ptr, pairs_of, first_output, OUTPUTS)
-        _store_rows(high, y, out_ptr, pairs_of, first_output + _BOX_ROWS, OUTPUTS)
-
-
-@gluon.jit
-def _store_rows(values, y, out_ptr, pairs_of, first_output, OUTPUTS: gl.constexpr):
-    """Write values [64, N] to the outputs of the pairs, through shared memory."""
-    order_ptrs, pairs = pairs_of
-    dense: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    sync_threads()
-    y.store(values.to(y.dtype).permute((1, 0)))
-    sync_threads()
-    place = gl.arange(0, y.shape[0], gl.SliceLayout(1, dense))
-    pair = gl.load(order_ptrs + place, mask=place < pairs, other=0)
-    output = first_output + gl.arange(0, y.shape[1], gl.SliceLayout(0, dense))
-    stored = (place < pairs)[:, None] & (output < OUTPUTS)[None, :]
-    at = pair.to(gl.int64)[:, None] * OUTPUTS + output[None, :]
-    gl.store(out_ptr + at, y.load(dense), mask=stored)
+        store_pairs(low, y, out_ptr, pair, pairs, first_output, OUTPUTS)
+        store_pairs(high, y, out_ptr, pair, pairs, first_output + _BOX_ROWS, OUTPUTS)

@@ -21,7 +21,7 @@ UNIT = 64
 _UNIT = gl.constexpr(UNIT)
 # Scaled codes must be numbers that bfloat16 holds, and so must the factors that make them.
 RAW_SHIFT = gl.constexpr(32)
-_RAW_FACTOR = gl.constexpr(2.0 ** (126 - 32))
+_RAW_FACTOR = gl.constexpr(2.0 ** (126 - RAW_SHIFT.value))
 
 
 @gluon.constexpr_function

@@ -34,12 +34,7 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
     BLOCKS: gl.constexpr = outputs[3]
     of_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     row = gl.arange(0, 64, of_rows)
-    output = first_block * 16 + row
-    inside = output < M
-    if ROWS == 32:
-        output = first_block * 8 + row // 16 * 8 + row % 8
-        inside = output < M // 2
-        output += row // 8 % 2 * (M // 2)
+    output, inside = outputs_of_rows(row, first_block, M, ROWS)
     if factors.row_scales is not None:
         held = first_block * 16 + row
         scale = gl.load(factors.row_scales + held, mask=held < BLOCKS * 16, other=0.0)
@@ -70,6 +65,20 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
             _store_rows(up, y, ups, out_stride, lanes, first_lane, first_block * 8, M // 2)
     else:
         _store_rows(total, y, out_ptr, out_stride, lanes, first_lane, first_block * 16, M)
+
+
+@gluon.jit
+def outputs_of_rows(row, first_block, M: gl.constexpr, ROWS: gl.constexpr):
+    """The outputs of the held rows `row` from a block on, and which exist. Where ROWS is 32 each
+    block has 8 gates, then their ups, which are outputs from M // 2 on.
+    """
+    output = first_block * 16 + row
+    inside = output < M
+    if ROWS == 32:
+        output = first_block * 8 + row // 16 * 8 + row % 8
+        inside = output < M // 2
+        output += row // 8 % 2 * (M // 2)
+    return output, inside
 
 
 @gluon.jit
