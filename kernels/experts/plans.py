@@ -37,8 +37,8 @@ ANY_PAIRS = 64
 """Pairs of a block in chunks of any number of lanes: the least that `wgmma` takes. `tl.dot` of
 fewer is an `mma.sync`, which sums in another order."""
 MOST_COUNTED = 128
-"""Most pairs of a block for the kernel of `prefill/experts_chunk.py`, whose products are about as
-wide as a block has pairs."""
+"""Most pairs of a block for Hopper's kernels of chunks, whose products are about as wide as a block
+has pairs."""
 _LEAST_COUNTED = 32
 _PAIRS_OF_PACKED_BLOCK = 6
 # Most stages of a heuristic plan: tiles with the inputs of a block of pairs, in the shared memory
@@ -163,19 +163,12 @@ def chunk_tile(
     K: int,
     dtype: torch.dtype,
     weight: WeightFormat | None = None,
-    *,
-    wgmma: bool = False,
 ) -> ProductTile:
     """The tile of a chunk with these lanes: as many pairs as an expert has on average, or more.
 
-    None: the tile of chunks of any number of lanes, on which no bit of a lane may depend. `wgmma`:
-    common formats have Hopper's kernel, which multiplies only the pairs that a block has.
+    None: the tile of chunks of any number of lanes, on which no bit of a lane may depend.
     """
     pairs = ANY_PAIRS if lanes is None else -(-lanes * top_k // experts)
-    if weight is not None and wgmma and weight.is_common and dtype != torch.float32:
-        # Twice the average, as experts differ: their weights are best read and unpacked once.
-        size = 64 if pairs <= 32 else 128
-        return ProductTile(size, 32, step_columns(weight), warps=4, stages=2)
     if weight is not None:
         most = 32 if dtype == torch.float32 else 128
         size = min(most, max(DECODE_BLOCK, 1 << (pairs - 1).bit_length()))
@@ -195,14 +188,16 @@ def chunk_tile(
     return ProductTile(size, 128, block_k, warps=4 if size == 64 else 8, stages=4)
 
 
-def counted_block(lanes: int | None, top_k: int, experts: int) -> int:
-    """Pairs of a block for the kernel of `prefill/experts_chunk.py`; it affects speed only.
+def counted_block(lanes: int | None, top_k: int, experts: int, *, packed: bool = False) -> int:
+    """Pairs of a block for Hopper's kernels of dense or `packed` experts; it affects speed only.
 
-    Enough for an expert with eight times as many pairs as the average, so that nearly all weights
-    are read once. None: any number of lanes.
+    Enough for an expert with twice as many pairs as the average, or with dense weights with eight
+    times as many, so that nearly all weights are read once. None: any number of lanes.
     """
     if lanes is None:
         return MOST_COUNTED
+    if packed:
+        return 64 if -(-lanes * top_k // experts) <= 32 else MOST_COUNTED
     pairs = -(-8 * lanes * top_k // experts)
     return min(MOST_COUNTED, max(_LEAST_COUNTED, 1 << (pairs - 1).bit_length()))
 

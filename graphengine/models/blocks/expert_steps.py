@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.experts.experts import (
     expert_inner,
     expert_part,
@@ -24,6 +23,7 @@ from graphengine.kernels.experts.experts import (
     expert_sum,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
+from graphengine.kernels.experts.packed.packed_chunk import fits_packed_chunk
 from graphengine.kernels.experts.plans import (
     ProductTile,
     chunk_tile,
@@ -400,29 +400,18 @@ def _chunk_tiles(
     """
     block = weights.block
     tiles = [
-        chunk_tile(
-            lanes,
-            block.router.top_k,
-            block.experts,
-            columns,
-            dtype,
-            _format(weight),
-            wgmma=_has_wgmma(weight),
-        )
+        chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
         for weight, columns in (
             (weights.gate_up, block.width),
             (weights.down, block.ffn_size),
         )
     ]
-    size = min(tile.lanes for tile in tiles)
-    if fits_experts_chunk(weights.gate_up) and fits_experts_chunk(weights.down):
-        size = counted_block(lanes, block.router.top_k, block.experts)
+    size, both = min(tile.lanes for tile in tiles), (weights.gate_up, weights.down)
+    packed = all(fits_packed_chunk(weight, dtype) for weight in both)
+    if packed or all(map(fits_experts_chunk, both)):
+        size = counted_block(lanes, block.router.top_k, block.experts, packed=packed)
     up, down = (tile._replace(lanes=size) for tile in tiles)
     return up, down
-
-
-def _has_wgmma(weight: ExpertWeight) -> bool:
-    return use_wgmma(weight if isinstance(weight, Tensor) else weight.codes)
 
 
 def _shared_chunk(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Tensor:

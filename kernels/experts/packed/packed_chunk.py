@@ -14,7 +14,12 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.experts.packed.packed_chunk_gluon import packed_experts_chunk_kernel
 from graphengine.kernels.experts.packed.weights import PackedExperts
-from graphengine.kernels.experts.pairs import NO_ACTIVATION, ActivationArgs, PairProduct
+from graphengine.kernels.experts.pairs import (
+    NO_ACTIVATION,
+    ActivationArgs,
+    ExpertWeight,
+    PairProduct,
+)
 from graphengine.kernels.experts.prefill.gathered import in_order
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors
@@ -35,15 +40,24 @@ _BLOCK_PAIRS = (64, 128)
 _BOX_PAIRS = 32
 
 
-def takes_chunk(product: PairProduct, activation: ActivationArgs) -> bool:
-    """Whether the kernel takes this product of a chunk, given that Triton kernels run at all."""
-    weight, x, grouping = product.weight_EMK, product.x, product.grouping
+def fits_packed_chunk(weight: ExpertWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernel can multiply a chunk of this dtype with this weight, given that Triton
+    kernels run.
+    """
     return (
         isinstance(weight, PackedExperts)
         and weight.format.is_common
         and weight.shape[2] % PACKED_COLUMNS == 0
-        and x.dtype in GLUON_DTYPES
-        and use_wgmma(x)
+        and dtype in GLUON_DTYPES
+        and use_wgmma(weight.codes)
+    )
+
+
+def takes_chunk(product: PairProduct, activation: ActivationArgs) -> bool:
+    """Whether the kernel takes this product of a chunk, given that Triton kernels run at all."""
+    weight, x, grouping = product.weight_EMK, product.x, product.grouping
+    return (
+        fits_packed_chunk(weight, x.dtype)
         and activation.squares_TN is None
         and grouping is not None
         and grouping.size <= _BLOCK_PAIRS[-1]

@@ -25,13 +25,13 @@ from graphengine.kernels.experts.plans import (
     DECODE_BLOCK,
     ProductTile,
     chunk_tile,
+    counted_block,
     expert_plan,
     groups_pairs,
 )
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual, StreamCopy, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu, Gating
 from launches.compilation import launches_handed_to
@@ -584,17 +584,10 @@ def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
     assert not groups_pairs(1, 4, 4)
 
 
-def test_hoppers_kernel_has_tiles_of_its_own():
-    """For common formats in 16 bits: twice the pairs of an average expert."""
-    mxfp4 = WeightFormat("e2m1", 1, 32)
-    sizes = [
-        chunk_tile(lanes, 4, 32, 2880, torch.bfloat16, mxfp4, wgmma=True).lanes
-        for lanes in (1, 256, 257, None)
-    ]
+def test_hoppers_kernel_of_packed_experts_has_blocks_of_its_own():
+    """Twice the pairs of an average expert."""
+    sizes = [counted_block(lanes, 4, 32, packed=True) for lanes in (1, 256, 257, None)]
     assert sizes == [64, 64, 128, 128]
-    minimums = WeightFormat("int4", 1, 64, has_minimums=True)
-    for case in ((torch.float32, mxfp4), (torch.bfloat16, minimums), (torch.bfloat16, None)):
-        assert chunk_tile(64, 4, 32, 2880, *case, wgmma=True) == chunk_tile(64, 4, 32, 2880, *case)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the checks are the same")

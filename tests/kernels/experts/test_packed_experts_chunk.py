@@ -190,6 +190,11 @@ def test_a_chunk_goes_to_the_kernel_that_takes_it(monkeypatch: pytest.MonkeyPatc
         (fits._replace(weight_EMK=torch.zeros(1)), plain),
     ):
         assert not CHUNK.takes_chunk(product, activation)
+    assert CHUNK.fits_packed_chunk(case.gate_up, FP16)
+    assert not CHUNK.fits_packed_chunk(case.gate_up, torch.float32)
+    minimums = Case("int4 with minimums", BF16, lanes=5, hidden=128, ffn=128)
+    for weight in (minimums.gate_up, torch.zeros(4, 80, 96, dtype=BF16)):
+        assert not CHUNK.fits_packed_chunk(weight, BF16)
     monkeypatch.setattr(CHUNK, "use_wgmma", lambda x: False)
     assert not CHUNK.takes_chunk(fits, plain)
 
